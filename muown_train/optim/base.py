@@ -1,0 +1,336 @@
+"""The one `step` of the matrix optimizers: everything about an update that is not its algorithm.
+
+A subclass says which state a matrix has (`init_state`) and how one matrix moves (`update`). The base splits
+fused matrices into their blocks, orthogonalises blocks of one shape together, keeps the state, and checks
+what users pass.
+
+Legend: W (m, n) weight, G (m, n) gradient, M (m, n) momentum, X (m, n) what is orthogonalised, O (m, n) the
+result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable
+from itertools import chain
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .orthogonalize import dtype_name, newton_schulz, svd
+
+Group = dict[str, Any]
+State = dict[str, Tensor]
+Update = Generator[Tensor, Tensor, None]
+
+# Of matrices orthogonalised together; bounds the extra memory of a step: 256 MiB a copy in float32.
+MAX_BATCH_ELEMENTS = 2**26
+
+
+class _Block(NamedTuple):
+    """One matrix as the algorithm sees it: W and G (m, n), these rows of its state, its group's options."""
+
+    W: Tensor
+    G: Tensor
+    state: State
+    group: Group
+
+
+class MatrixOptimizer(torch.optim.Optimizer):
+    """Optimizer of 2-D parameters by orthogonalised updates.
+
+    Options of a group besides the subclass's arguments: `blocks`, the rows of each matrix of a fused
+    parameter (`blocks=(768, 768, 768)` for q, k and v in one), or None. A fused parameter moves exactly as
+    its blocks would move as parameters of their own.
+
+    All state exists from construction on. `state[p]["step"]` is the number of updates (float32, on the CPU);
+    all other state has the shape of the parameter (m, n) or of its rows (m,), so that row blocks of it are
+    views.
+    """
+
+    def init_state(self, W: Tensor, group: Group) -> State:
+        """The state of a new parameter W (m, n): tensors (m, n) or (m,), without "step"."""
+        raise NotImplementedError
+
+    def update(self, W: Tensor, G: Tensor, state: State, group: Group) -> Update:
+        """Move one matrix, in place: bring the momentum up to date, `O = yield X`, apply O.
+
+        W (m, n) and `state` are views into the parameter and its state, to be written to; G (m, n) is not.
+        Before the call "step" has been counted up. X is only read, and O has its shape and dtype.
+        """
+        raise NotImplementedError
+
+    def scale(self, group: Group, m: int, n: int) -> float:
+        """What the learning rate of an m by n matrix of this group is multiplied by."""
+        return adjust_lr(group["adjust_lr_fn"], m, n)
+
+    def scales(self, group: Group) -> list[float]:
+        """`scale` of each block of each parameter of the group, in order."""
+        return [self.scale(group, m, p.shape[1]) for p in group["params"] for m in _block_rows(p, group)]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss, as for any torch optimizer.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            ValueError: for a sparse gradient; nothing has been updated then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for batch in _batches(self._blocks()):
+            updates = [self.update(*block) for block in batch]
+            X = [next(update) for update in updates]
+            if len(X) == 1:
+                outputs = [orthogonalize(X[0], batch[0].group)]
+            else:
+                outputs = list(orthogonalize(torch.stack(X), batch[0].group))  # (k, m, n)
+            for update, output in zip(updates, outputs, strict=True):
+                _finish(update, output)
+        return loss
+
+    def _blocks(self) -> list[_Block]:
+        """The blocks of all parameters that have a gradient, whose steps it counts up."""
+        with_grad = []
+        for j, group in enumerate(self.param_groups):
+            for i, p in enumerate(group["params"]):
+                if p.grad is None:
+                    continue
+                if p.grad.layout != torch.strided:
+                    raise ValueError(f"{_name(group, i, j)}: its gradient must be dense, got {p.grad.layout}")
+                with_grad.append((p, group))
+        blocks = []
+        for p, group in with_grad:
+            state = self.state[p]
+            state["step"] += 1
+            start = 0
+            for m in _block_rows(p, group):
+                rows = {k: s if s.ndim == 0 else s.narrow(0, start, m) for k, s in state.items()}
+                blocks.append(_Block(p.narrow(0, start, m), p.grad.narrow(0, start, m), rows, group))
+                start += m
+        return blocks
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters, check it, and make its state.
+
+        Raises:
+            ValueError: naming the parameter or option that cannot be; the optimizer is then as before.
+        """
+        super().add_param_group(param_group)
+        group, j = self.param_groups[-1], len(self.param_groups) - 1
+        try:
+            self.check_group(group)
+            seen = set()
+            for i, p in enumerate(group["params"]):
+                if p in seen:
+                    raise ValueError(f"{_name(group, i, j)} is in the group twice")
+                seen.add(p)
+                self.check_parameter(_name(group, i, j), p.detach(), group)
+            states = [self.init_state(p.detach(), group) for p in group["params"]]
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        for p, state in zip(group["params"], states, strict=True):
+            self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **state}
+
+    def check_group(self, group: Group) -> None:
+        """Raise ValueError if an option of the group cannot be, and bring the others into plain form.
+
+        Subclasses add theirs. Sequences become tuples and dtypes names, so that a state dict can be JSON.
+        """
+        check_number("lr", group["lr"])
+        check_number("weight_decay", group["weight_decay"])
+        check_number("momentum", group["momentum"], below=1.0)
+        check_number("eps", group["eps"], positive=True)
+        if not isinstance(group["nesterov"], bool):
+            raise ValueError(f"nesterov must be true or false, got {group['nesterov']!r}")
+        check_choice("adjust_lr_fn", group["adjust_lr_fn"], ("match_rms_adamw", "original", None))
+        if not callable(group["orthogonalizer"]):
+            check_choice("orthogonalizer", group["orthogonalizer"], ("newton_schulz", "svd"), "a callable")
+        steps = group["ns_steps"]
+        if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps < 100:
+            raise ValueError(f"ns_steps must be a whole number from 1 to 99, got {steps!r}")
+        group["ns_coefficients"] = check_numbers("ns_coefficients", group["ns_coefficients"], 3, low=-math.inf)
+        if is_sequence(group["blocks"]):
+            group["blocks"] = tuple(group["blocks"])
+        if group["ns_dtype"] is not None:
+            try:
+                group["ns_dtype"] = dtype_name(group["ns_dtype"])
+            except ValueError as error:
+                raise ValueError(f"ns_dtype: {error}") from None
+
+    def check_parameter(self, name: str, W: Tensor, group: Group) -> None:
+        """Raise ValueError naming W if it cannot be in this group; subclasses add their checks."""
+        kind = type(self).__name__
+        if W.ndim != 2:
+            raise ValueError(f"{name}: {kind} takes 2-D parameters, got {W.ndim}-D; give it to another optimizer")
+        if W.numel() == 0:
+            raise ValueError(f"{name}: {kind} takes matrices with elements, got shape {tuple(W.shape)}")
+        if not W.is_floating_point():
+            raise ValueError(f"{name}: {kind} takes real floating-point parameters, got {W.dtype}")
+        blocks = group["blocks"]
+        if blocks is None:
+            return
+        whole = is_sequence(blocks) and all(isinstance(b, int) and not isinstance(b, bool) for b in blocks)
+        if not whole or not blocks or min(blocks) < 1 or sum(blocks) != W.shape[0]:
+            raise ValueError(
+                f"{name}: blocks must be positive whole numbers that sum to its {W.shape[0]} rows, got {blocks!r}"
+            )
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this optimizer, or of one with the same state (torch.optim.Muon's into Muon).
+
+        State keeps the dtype it was constructed with: the magnitudes of a bfloat16 parameter stay float32,
+        where torch alone would round them. Options and steps that the saved state lacks stay as they are, and
+        so does the state of a parameter of which nothing is saved.
+
+        Raises:
+            ValueError: if the saved groups or the state of a parameter do not fit this optimizer.
+        """
+        own_groups = self.param_groups
+        own_state = {p: self.state[p] for group in own_groups for p in group["params"]}
+        saved = self._saved_by_parameter(state_dict)
+        super().load_state_dict(state_dict)
+        for group, own_group in zip(self.param_groups, own_groups, strict=True):
+            for key, value in own_group.items():
+                group.setdefault(key, value)
+        for p, own in own_state.items():
+            loaded = self.state[p]
+            for key, tensor in own.items():
+                value = loaded.get(key, tensor)
+                if value.dtype != tensor.dtype:
+                    value = saved[p].get(key, value)  # not rounded to the dtype of the parameter
+                loaded[key] = tensor.copy_(value)  # a copy: the saved state may be another optimizer's own
+
+    def _saved_by_parameter(self, state_dict: dict[str, Any]) -> dict[Tensor, State]:
+        """The saved state of each parameter, after checking that it fits."""
+        groups, saved_groups = self.param_groups, state_dict["param_groups"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved_groups]:
+            raise ValueError(
+                f"the saved optimizer has groups of {[len(g['params']) for g in saved_groups]} parameters, "
+                f"this one of {[len(g['params']) for g in groups]}"
+            )
+        saved: dict[Tensor, State] = {}
+        ids = chain.from_iterable(g["params"] for g in saved_groups)
+        for j, group in enumerate(groups):
+            for i, p in enumerate(group["params"]):
+                own, state = self.state[p], state_dict["state"].get(next(ids), {})
+                if state and own.keys() - {"step"} != state.keys() - {"step"}:
+                    raise ValueError(
+                        f"{_name(group, i, j)}: the saved optimizer kept {', '.join(sorted(state))}, "
+                        f"this one keeps {', '.join(sorted(own))}"
+                    )
+                for key, value in state.items():
+                    if value.shape != own[key].shape:
+                        raise ValueError(
+                            f"{_name(group, i, j)}: the saved {key} has shape {tuple(value.shape)}, "
+                            f"not {tuple(own[key].shape)}"
+                        )
+                saved[p] = state
+        return saved
+
+
+def adjust_lr(adjust_lr_fn: str | None, m: int, n: int) -> float:
+    """The factor of the learning rate of an m by n matrix.
+
+    "match_rms_adamw": 0.2 sqrt(max(m, n)), the size of Adam's updates (Liu et al. 2025, "Muon is scalable").
+    "original": sqrt(max(1, m/n)) (Jordan et al. 2024). None: 1.
+    """
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(m, n))
+    if adjust_lr_fn == "original":
+        return math.sqrt(max(1.0, m / n))
+    return 1.0
+
+
+def orthogonalize(X: Tensor, group: Group) -> Tensor:
+    """X (..., m, n) orthogonalised as the group's options say.
+
+    Raises:
+        ValueError: if the user's own orthogonalizer returns another shape.
+    """
+    kind = group["orthogonalizer"]
+    if kind == "newton_schulz":
+        return newton_schulz(X, group["ns_steps"], group["ns_coefficients"], group["eps"], group["ns_dtype"])
+    if kind == "svd":
+        return svd(X)
+    output: Tensor = kind(X)
+    if output.shape != X.shape:
+        raise ValueError(f"the orthogonalizer returned shape {tuple(output.shape)} for {tuple(X.shape)}")
+    return output
+
+
+def _batches(blocks: Iterable[_Block]) -> Iterable[list[_Block]]:
+    """The blocks in lists to orthogonalise as one stack, of at most MAX_BATCH_ELEMENTS unless alone."""
+    alike: dict[Any, list[_Block]] = {}
+    for block in blocks:
+        W, group = block.W, block.group
+        settings = [group[key] for key in ("orthogonalizer", "ns_steps", "eps", "ns_dtype")]
+        key = (W.shape, W.dtype, W.device, *settings, *group["ns_coefficients"])
+        alike.setdefault(key, []).append(block)
+    for batch in alike.values():
+        size = max(1, MAX_BATCH_ELEMENTS // batch[0].W.numel())
+        for start in range(0, len(batch), size):
+            yield batch[start : start + size]
+
+
+def _finish(update: Update, output: Tensor) -> None:
+    try:
+        update.send(output)
+    except StopIteration:
+        return
+    raise AssertionError("an update yields once")
+
+
+def _block_rows(p: Tensor, group: Group) -> Iterable[int]:
+    return group["blocks"] or (p.shape[0],)
+
+
+def _name(group: Group, i: int, j: int) -> str:
+    """How messages call parameter i of group j."""
+    if "param_names" in group:
+        return f"parameter {group['param_names'][i]!r}"
+    return f"parameter {i} of group {j}, of shape {tuple(group['params'][i].shape)}"
+
+
+def is_sequence(value: object) -> bool:
+    """Whether value is a list, a tuple or alike, and no string."""
+    return isinstance(value, Iterable) and hasattr(value, "__len__") and not isinstance(value, str)
+
+
+def check_number(key: str, value: object, *, low: float = 0.0, below: float = math.inf, positive: bool = False) -> None:
+    """Raise ValueError unless value is a finite number (or a tensor of one) with low <= value < below."""
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(number, Real) and not isinstance(number, bool):
+        number = float(number)
+        if math.isfinite(number) and low <= number < below and not (positive and number == 0):
+            return
+    bounds = ["> 0"] if positive else [f">= {low:g}"] if low > -math.inf else []
+    bounds += [f"< {below:g}"] if below < math.inf else []
+    raise ValueError(f"{key} must be a finite number {' and '.join(bounds)}".rstrip() + f", got {value!r}")
+
+
+def check_numbers(key: str, value: Any, count: int, *, low: float = 0.0, below: float = math.inf) -> tuple[float, ...]:
+    """The numbers in value as a tuple; ValueError unless they are `count`, in [low, below)."""
+    if not is_sequence(value) or len(value) != count:
+        raise ValueError(f"{key} must be {count} numbers, got {value!r}")
+    for number in value:
+        check_number(key, number, low=low, below=below)
+    return tuple(value)
+
+
+def check_choice(key: str, value: object, choices: tuple[str | None, ...], other: str = "") -> None:
+    """Raise ValueError unless value is one of the choices; `other` names what else is right."""
+    if value not in choices:
+        allowed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{key} must be one of {allowed}{' or ' + other if other else ''}, got {value!r}")

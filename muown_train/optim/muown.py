@@ -1,0 +1,196 @@
+"""Muown: Muon on the directions of the rows, Adam on their magnitudes (paper, section 3, Algorithm 1).
+
+Each matrix is W = Diag(g / r) R, inside the optimizer alone: the model holds W, the state g and r, and R is
+reconstructed from W.
+
+    W, G (m, n)  weight and its gradient     g, r (m,)  magnitudes, |g_i| = ||W_i||, and row norms of R
+    R (m, n)     directions, unnormalised    M (m, n)   momentum of the gradient of R
+    O (m, n)     orthogonalised momentum     D (m, n)   = Diag(1/r) R
+
+What the paper leaves open is decided so: g is signed, for Adam may carry it through zero, and |g| stays at or
+above 1e-12 of its first value, since W is the only store of R; when weight decay refreshes g from the rows of
+W, g keeps its sign, or R would flip against its momentum; a row is not decayed below that floor.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from .base import Group, MatrixOptimizer, State, Update, check_choice, check_number, check_numbers
+from .magnitude import MAGNITUDES
+from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
+from .row_norm import direction, recompose, row_norms, split_gradient
+
+FLOOR = 1e-12  # least |g|, of its first value
+
+
+class Muown(MatrixOptimizer):
+    """Muon with implicit weight normalization of the rows.
+
+    Args:
+        params: 2-D parameters, pairs of name and parameter, or groups of them. A group may have `blocks`
+            (rows of the matrices of a fused parameter) and `reparameterize=False` (plain Muon steps, in the
+            same momentum form).
+        lr: learning rate of directions and magnitudes, a number or a tensor of one (which on a GPU is waited
+            for).
+        weight_decay: decoupled: W <- Diag(g/r) R - lr weight_decay W_old (appendix "Experimental Details").
+        momentum: M <- momentum M + grad_R, in [0, 1).
+        nesterov: orthogonalise momentum M + grad_R rather than M.
+        betas, adam_eps: of Adam on g; signum uses betas[0].
+        magnitude: "adam", "signum" or "fixed".
+        orthogonalizer: "newton_schulz", "svd" (the exact polar factor), or a function of X (..., m, n) that
+            returns the same shape and only reads X.
+        ns_coefficients, ns_steps, eps, ns_dtype: of the Newton-Schulz iteration. ns_dtype None means bfloat16
+            where the device multiplies in it natively, else float32, and float64 for float64 parameters.
+        adjust_lr_fn: factor of lr for R: "match_rms_adamw": 0.2 sqrt(max(m, n)), "original": sqrt(max(1,
+            m/n)), None: 1.
+        zero_rows: rows of zeros have no direction: "error", or the magnitude that they start with, so that
+            the first update gives them a direction.
+
+    State: `momentum_buffer` (m, n) in the parameter's dtype; `magnitude` (g), `row_norm` (r),
+    `magnitude_floor` and the vectors of the magnitude's rule, (m,), in float32 or, for float64 parameters,
+    float64. g and r are taken from W at construction and once more at the first step, in case weights were
+    loaded in between.
+
+    bfloat16 parameters: the step is computed in float32 and rounded once into W. As W is the only store of R,
+    a change of R below half a unit in the last place (2^-9 of an element) is lost, and ||W_i|| = |g_i| holds
+    to that accuracy; g itself keeps float32's. float32 parameters are the better choice.
+
+    Raises:
+        ValueError: naming the parameter or the option that cannot be.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        betas: tuple[float, float] = (0.9, 0.95),
+        adam_eps: float = 1e-8,
+        magnitude: Literal["adam", "signum", "fixed"] = "adam",
+        orthogonalizer: object = "newton_schulz",
+        ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
+        ns_steps: int = NS_STEPS,
+        eps: float = NS_EPS,
+        ns_dtype: torch.dtype | str | None = None,
+        adjust_lr_fn: Literal["match_rms_adamw", "original"] | None = "match_rms_adamw",
+        zero_rows: float | Literal["error"] = "error",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "betas": betas,
+            "adam_eps": adam_eps,
+            "magnitude": magnitude,
+            "orthogonalizer": orthogonalizer,
+            "ns_coefficients": ns_coefficients,
+            "ns_steps": ns_steps,
+            "eps": eps,
+            "ns_dtype": ns_dtype,
+            "adjust_lr_fn": adjust_lr_fn,
+            "zero_rows": zero_rows,
+            "reparameterize": True,
+            "blocks": None,
+        }
+        super().__init__(params, defaults)
+
+    def check_group(self, group: Group) -> None:
+        super().check_group(group)
+        group["betas"] = check_numbers("betas", group["betas"], 2, below=1.0)
+        check_number("adam_eps", group["adam_eps"], positive=True)
+        check_choice("magnitude", group["magnitude"], tuple(MAGNITUDES))
+        if group["zero_rows"] != "error":
+            try:
+                check_number("zero_rows", group["zero_rows"], positive=True)
+            except ValueError:
+                raise ValueError(
+                    f'zero_rows must be "error" or a positive number, got {group["zero_rows"]!r}'
+                ) from None
+        if not isinstance(group["reparameterize"], bool):
+            raise ValueError(f"reparameterize must be true or false, got {group['reparameterize']!r}")
+
+    def check_parameter(self, name: str, W: Tensor, group: Group) -> None:
+        super().check_parameter(name, W, group)
+        if group["reparameterize"] and group["zero_rows"] == "error":
+            zeros = int((row_norms(W) == 0).sum())
+            if zeros:
+                raise ValueError(
+                    f"{name}: {zeros} of {W.shape[0]} rows are zero and have no direction: initialise "
+                    "them otherwise, put the parameter into a group with reparameterize=False, or give them "
+                    "a magnitude to start with, as in zero_rows=0.57"
+                )
+
+    def init_state(self, W: Tensor, group: Group) -> State:
+        state = {"momentum_buffer": torch.zeros_like(W)}
+        if not group["reparameterize"]:
+            return state
+        g = row_norms(W)
+        if group["zero_rows"] != "error":
+            g = torch.where(g > 0, g, float(group["zero_rows"]))
+        state |= {"magnitude": g, "row_norm": g.clone(), "magnitude_floor": FLOOR * g}
+        return state | {name: torch.zeros_like(g) for name in MAGNITUDES[group["magnitude"]].names}
+
+    def update(self, W: Tensor, G: Tensor, state: State, group: Group) -> Update:
+        if not group["reparameterize"]:
+            yield from self._update_plain(W, G, state, group)
+            return
+        M, g, r = state["momentum_buffer"], state["magnitude"], state["row_norm"]
+        lr, beta, decay = float(group["lr"]), group["momentum"], group["weight_decay"]
+        if state["step"] == 1:
+            _start_from(W, state)
+        grad_g, grad_R = split_gradient(W, G, g, r)
+
+        M.mul_(beta).add_(grad_R)
+        O = yield grad_R.add_(M, alpha=beta) if group["nesterov"] else M  # noqa: E741
+        R = direction(W, g, r)
+        R.sub_(O, alpha=lr * self.scale(group, *W.shape))
+        norms = row_norms(R)
+        r.copy_(torch.where(norms > 0, norms, r))  # a row of zeros stays one, as with zero_rows
+
+        move = MAGNITUDES[group["magnitude"]].update
+        moved = move(g, grad_g, state, lr=lr, betas=group["betas"], eps=group["adam_eps"])
+        g.copy_(_off_zero(moved, g, state["magnitude_floor"]))
+        W_new = recompose(R, g, r)
+        if decay:
+            W_new = _decay(W_new, W, g, state["magnitude_floor"], lr * decay)
+        W.copy_(W_new)
+
+    def _update_plain(self, W: Tensor, G: Tensor, state: State, group: Group) -> Update:
+        """Muon: the direction's step on W itself."""
+        M, lr, beta = state["momentum_buffer"], float(group["lr"]), group["momentum"]
+        M.mul_(beta).add_(G)
+        O = yield G.add(M, alpha=beta) if group["nesterov"] else M  # noqa: E741
+        W.mul_(1 - lr * group["weight_decay"])
+        W.sub_(O, alpha=lr * self.scale(group, *W.shape))
+
+
+def _start_from(W: Tensor, state: State) -> None:
+    """g = r = ||W||_row, rows of zeros excepted: weights may have been loaded since construction."""
+    norms = row_norms(W)
+    start = torch.where(norms > 0, norms, state["row_norm"])
+    state["magnitude"].copy_(start)
+    state["row_norm"].copy_(start)
+    state["magnitude_floor"].copy_(FLOOR * start)
+
+
+def _off_zero(g: Tensor, g_old: Tensor, floor: Tensor) -> Tensor:
+    """g with |g| >= floor, its sign kept; exact zeros take the sign that g_old had. All (m,)."""
+    sign = torch.where(g == 0, g_old, g)
+    return torch.where(g.abs() < floor, floor.copysign(sign), g)
+
+
+def _decay(W_new: Tensor, W: Tensor, g: Tensor, floor: Tensor, rate: float) -> Tensor:
+    """W_new - rate W, (m, n), but in rows that would fall below the floor; refreshes g (m,), sign kept."""
+    decayed = W_new.sub(W, alpha=rate)
+    norms = row_norms(decayed)
+    kept = norms >= floor
+    g.copy_(torch.where(kept, norms.copysign(g), g))
+    return torch.where(kept.unsqueeze(-1), decayed, W_new)

@@ -1,0 +1,71 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muown_train.optim.magnitude import MAGNITUDES
+from muown_train.optim.row_norm import direction, recompose, row_norms, split_gradient
+
+
+def parts(seed, *shape):
+    """R, g with both signs, and r = ||R||_row."""
+    generator = torch.Generator().manual_seed(seed)
+    R = torch.randn(*shape, dtype=torch.float64, generator=generator)
+    g = torch.randn(shape[:-1], dtype=torch.float64, generator=generator)
+    return R, g, row_norms(R)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 999), st.integers(1, 6), st.integers(1, 6), st.booleans())
+def test_there_and_back(seed, m, n, batched):
+    R, g, r = parts(seed, *((3, m, n) if batched else (m, n)))
+    W = recompose(R, g, r)
+    torch.testing.assert_close(row_norms(W), g.abs())
+    torch.testing.assert_close(direction(W, g, r), R)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 999), st.integers(1, 6), st.integers(1, 6))
+def test_split_gradient_is_the_chain_rule(seed, m, n):
+    R, g, r = parts(seed, m, n)
+    G = torch.randn(m, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + 1))
+    R, g = R.requires_grad_(), g.requires_grad_()
+    (torch.diag(g / R.norm(dim=1)) @ R * G).sum().backward()
+    with torch.no_grad():
+        grad_g, grad_R = split_gradient(recompose(R, g, r), G, g, r)
+    torch.testing.assert_close(grad_g, g.grad)
+    torch.testing.assert_close(grad_R, R.grad)
+
+
+def test_bfloat16_matrices_are_computed_in_float32():
+    W, G = torch.randn(4, 6).bfloat16(), torch.randn(4, 6).bfloat16()
+    g = r = row_norms(W)
+    assert g.dtype == torch.float32
+    expected = split_gradient(W.float(), G.float(), g, r)
+    for got, want in zip(split_gradient(W, G, g, r), expected, strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.0, 0.0)])
+def test_adam_is_torchs(betas):
+    g = torch.nn.Parameter(torch.randn(7))
+    reference = torch.optim.Adam([g], lr=0.1, betas=betas)
+    mine, state = g.detach().clone(), {"step": torch.tensor(0.0)}
+    state |= {name: torch.zeros(7) for name in MAGNITUDES["adam"].names}
+    for _ in range(5):
+        g.grad = torch.randn(7)
+        reference.step()
+        state["step"] += 1
+        mine = MAGNITUDES["adam"].update(mine, g.grad, state, lr=0.1, betas=betas, eps=1e-8)
+    torch.testing.assert_close(mine, g.detach())
+
+
+def test_signum_and_fixed():
+    g, state = torch.tensor([1.0, -2.0, 3.0]), {"magnitude_exp_avg": torch.tensor([0.0, 0.0, -10.0])}
+    grad = torch.tensor([5.0, -5.0, 1.0])
+    options = {"lr": 0.5, "betas": (0.9, 0.95), "eps": 1e-8}
+    moved = MAGNITUDES["signum"].update(g, grad, state, **options)
+    assert moved.tolist() == [0.5, -1.5, 3.5]
+    torch.testing.assert_close(state["magnitude_exp_avg"], torch.tensor([0.5, -0.5, -8.9]))
+    assert MAGNITUDES["fixed"].update(g, grad, {}, **options).equal(g)
