@@ -1,0 +1,55 @@
+"""`python -m muown_train key=value …`: train a language model, or go on where this run stopped."""
+
+import os
+import sys
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from muown_train.config import CONFIG_DIR, one_sentence, register_resolvers, run_name
+
+
+@hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="train")
+def train(config: DictConfig) -> None:
+    """Build the run of a configuration and train it."""
+    from muown_train.build import build
+    from muown_train.distributed import world
+    from muown_train.report import finish
+
+    chosen = HydraConfig.get()
+    name = run_name(chosen.runtime.choices, list(chosen.overrides.task), config.seed)
+    with world() as here:
+        run = build(config, name, here)
+        already = run.trainer.resume()
+        try:
+            run.trainer.fit()
+        except ValueError as error:  # no longer the user's: keep the traceback
+            raise RuntimeError(f"training failed after update {run.trainer.step}") from error
+        if here.is_main:
+            finish(run, already)
+
+
+def main() -> None:
+    """Entry of the command line; what a user can cause ends with one sentence and exit status 1."""
+    register_resolvers()
+    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    try:
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # so that errors reach this function
+        train()
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command goes on from the last checkpoint")
+    except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
+        if wants_traceback:
+            raise
+        rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+        sys.exit(f"{rank}error: {one_sentence(error, sys.argv[1:])}")
+    finally:
+        if not wants_traceback:
+            del os.environ["HYDRA_FULL_ERROR"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""The one place that reads configuration objects: it checks them and makes the objects of a run.
+
+Everything that can be wrong is found before data are read or fetched, and before the run's folder is touched.
+"""
+
+import inspect
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from muown_train import hardware, manifest
+from muown_train.batch import rows_per_update, updates
+from muown_train.checkpoint import Checkpoints
+from muown_train.config import check_name, nearest
+from muown_train.data.loader import Loader
+from muown_train.data.sources import TrainingData
+from muown_train.distributed import World
+from muown_train.models.language_model import LanguageModel
+from muown_train.optim import Combined, param_groups
+from muown_train.records import Metrics, Sink, console
+from muown_train.trainer import Schedule, Settings, Trainer
+
+_WHAT_MAY_NOT_CHANGE = ("model", "data", "seq_len", "batch_tokens", "seed")
+
+
+@dataclass
+class TopLevel:
+    """The plain keys of train.yaml, checked."""
+
+    name: str
+    out: str
+    cache: str | None
+    seed: int
+    tokens: float | None
+    tokens_per_parameter: float | None
+    seq_len: int
+    batch_tokens: int
+    micro_batch: int
+    precision: str
+    compile: bool
+    grad_clip: float | None
+    eval_every: int
+    valid_tokens: int
+    save_every: int
+    keep_checkpoints: int
+    log_every: int
+    sample_tokens: int
+    paper_exact: bool
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        for key in ("seq_len", "batch_tokens", "micro_batch", "eval_every", "valid_tokens", "save_every"):
+            self._whole(key, 1)
+        for key, least in (("keep_checkpoints", 1), ("log_every", 1), ("sample_tokens", 0), ("seed", 0)):
+            self._whole(key, least)
+        for key in ("tokens", "tokens_per_parameter", "grad_clip"):
+            value = getattr(self, key)
+            if value is not None and not (_is_number(value) and 0 < value < float("inf")):
+                raise ValueError(f"{key}={value!r} must be a positive number or null")
+        for key in ("compile", "paper_exact"):
+            if not isinstance(getattr(self, key), bool):
+                raise ValueError(f"{key}={getattr(self, key)!r} must be true or false")
+
+    def _whole(self, key: str, least: int) -> None:
+        value = getattr(self, key)
+        if not _is_number(value) or value != int(value) or value < least:
+            raise ValueError(f"{key}={value!r} must be a whole number of at least {least}")
+        setattr(self, key, int(value))  # 5e9 is a float in YAML
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass
+class Run:
+    """A run ready to go, and what its report needs."""
+
+    trainer: Trainer
+    model: LanguageModel  # not compiled
+    folder: Path
+    data: TrainingData
+    config: TopLevel
+
+
+def build(config: DictConfig, name: str, world: World) -> Run:
+    """Make a run of a configuration.
+
+    Args:
+        name: the run's name where the configuration gives none.
+
+    Raises:
+        ValueError: a setting that is unknown, out of range, or does not go with the others.
+        OSError: data or folders that cannot be read or written; ConnectionError: data that cannot be fetched.
+    """
+    resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    top = top_level(resolved, name)
+    autocast = hardware.wants_autocast(top.precision, world.device)
+    batch_rows = rows_per_update(top.batch_tokens, top.seq_len, top.micro_batch, world.size)
+
+    torch.manual_seed(top.seed)
+    model: LanguageModel = factory(resolved, "model")().to(world.device)
+    parameters = sum(p.numel() for p in model.parameters())
+    steps = updates(top.tokens, top.tokens_per_parameter, parameters, top.batch_tokens)
+    schedule: Schedule = factory(resolved, "schedule")
+    schedule(0, steps)  # an impossible setting is found now
+    optimizer = make_optimizer(resolved, model)
+    tracking: Sink | None = factory(resolved, "tracking")() if resolved["tracking"] else None
+
+    folder = Path(top.out) / top.name
+    refuse_other_run(folder, resolved)
+    data: TrainingData = factory(resolved, "data")(
+        seq_len=top.seq_len,
+        seed=top.seed,
+        valid_tokens=top.valid_tokens,
+        cache=cache_folder(top.cache),
+        vocab_size=model.vocab_size,
+    )
+    settings = Settings(
+        steps=steps,
+        batch_tokens=top.batch_tokens,
+        seq_len=top.seq_len,
+        micro_batch=top.micro_batch,
+        eval_every=top.eval_every,
+        save_every=top.save_every,
+        log_every=top.log_every,
+        valid_tokens=top.valid_tokens,
+        grad_clip=top.grad_clip,
+        autocast=autocast,
+        flops_per_token=model.flops_per_token(),
+        peak_flops=hardware.peak_flops(world.device),
+    )
+    sinks: list[Sink] = []
+    if world.is_main:
+        facts = manifest.describe(model, optimizer, data.facts, settings, world)
+        manifest.write(folder, OmegaConf.to_yaml(OmegaConf.create(resolved)), facts)
+        manifest.show(facts, folder)
+        sinks = [sink for sink in (console(), tracking) if sink]
+        for sink in sinks:
+            sink.start(folder, resolved, steps)
+    trainer = Trainer(
+        world=world,
+        model=torch.compile(model) if top.compile else model,  # type: ignore[arg-type]
+        optimizer=optimizer,
+        schedule=schedule,
+        loader=Loader(data.train, batch_rows, world.rank, world.size, pin_memory=world.device.type == "cuda"),
+        valid=data.valid,
+        checkpoints=Checkpoints(folder / "checkpoints", world, top.keep_checkpoints),
+        settings=settings,
+        metrics=Metrics(folder) if world.is_main else None,
+        sinks=sinks,
+    )
+    return Run(trainer, model, folder, data, top)
+
+
+def top_level(resolved: dict[str, Any], name: str) -> TopLevel:
+    """The plain keys; an unknown one is an error with the nearest name."""
+    known = [field.name for field in fields(TopLevel)]
+    groups = ("model", "data", "optim", "schedule", "tracking")
+    for key in resolved:
+        if key not in (*known, *groups):
+            raise ValueError(f"there is no key {key}{nearest(key, (*known, *groups))}")
+    plain = {key: resolved[key] for key in known}
+    plain["name"] = plain["name"] or name
+    return TopLevel(**plain)
+
+
+def factory(resolved: dict[str, Any], section: str) -> partial[Any]:
+    """The `_target_` of a section with its settings; a setting that it does not have is an error.
+
+    Args:
+        section: dotted path of a mapping such as `optim.rest`.
+    """
+    node: Any = resolved
+    for part in section.split("."):
+        node = node[part]
+    made: partial[Any] = instantiate({**node, "_partial_": True, "_convert_": "all"})
+    check_settings(made.keywords, made, section)
+    return made
+
+
+def check_settings(settings: Iterable[str], target: partial[Any], section: str) -> None:
+    """Error if a setting is no argument of the target, with the nearest one that is."""
+    allowed = list(inspect.signature(target.func).parameters)
+    for key in settings:
+        if key not in allowed:
+            raise ValueError(f"{section}.{key} is no setting of {target.func.__name__}{nearest(key, allowed)}")
+
+
+def make_optimizer(resolved: dict[str, Any], model: nn.Module) -> Combined:
+    """The matrices to the chosen optimizer, the rest to `optim.rest`, each role with its own settings."""
+    optim, rest = dict(resolved["optim"]), dict(resolved["optim"]["rest"])
+    row_blocks = optim.pop("row_blocks")
+    of_role = {role: rest.pop(role, None) or {} for role in ("embedding", "head", "vector")}
+    del optim["rest"]
+    for_matrices = factory({"optim": optim}, "optim")
+    for_rest = factory({"optim": {"rest": rest}}, "optim.rest")
+    for role, settings in of_role.items():
+        check_settings(settings, for_rest, f"optim.rest.{role}")
+    matrices, others = param_groups(model, blocks=row_blocks)
+    return Combined(for_matrices(matrices), for_rest([group | of_role[group["role"]] for group in others]))
+
+
+def refuse_other_run(folder: Path, resolved: dict[str, Any]) -> None:
+    """Error if the folder holds checkpoints of a run that this configuration cannot go on with."""
+    stored = folder / "config.yaml"
+    if not stored.exists() or not any((folder / "checkpoints").glob("step-*")):
+        return
+    before = OmegaConf.to_container(OmegaConf.load(stored), resolve=False)
+    for section in _WHAT_MAY_NOT_CHANGE:
+        old, new = before.get(section), resolved[section]  # type: ignore[union-attr]
+        if old != new:
+            if isinstance(old, dict) and isinstance(new, dict):
+                key = next(key for key in (*old, *new) if old.get(key) != new.get(key))
+                section, old, new = f"{section}.{key}", old.get(key), new.get(key)
+            raise ValueError(
+                f"{folder} holds a run with {section}={old}, this one has {section}={new}: "
+                "give it another name, or the old setting"
+            )
+
+
+def cache_folder(configured: str | None) -> Path:
+    """Where prepared data are kept."""
+    if configured:
+        return Path(configured).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "muown_train"

@@ -1,0 +1,121 @@
+"""The command line's side of a configuration: where the files are, a run's name, errors in one sentence."""
+
+import difflib
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import OmegaConf
+
+_PACKAGE = Path(__file__).resolve().parent
+# installed from a wheel the files lie in the package, in a checkout beside it
+CONFIG_DIR = next(
+    folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if (folder / "train.yaml").exists()
+)
+GROUPS = ("model", "optim", "data", "schedule", "tracking", "experiment")
+_NOT_IN_NAME = ("name", "out", "cache", "tracking", "log_every", "keep_checkpoints", "sample_tokens", "hydra")
+_LONGEST_NAME = 120
+_NAME = "A-Za-z0-9._=+,-"  # what a run's name may consist of
+
+
+def register_resolvers() -> None:
+    """What the configuration files compute: `${not:…}` and `${ns_dtype:…}`."""
+    OmegaConf.register_new_resolver("not", lambda value: not value, replace=True)
+    # precision=float32 means the orthogonalisation too; otherwise the optimizer decides by device
+    OmegaConf.register_new_resolver(
+        "ns_dtype", lambda precision: "float32" if precision == "float32" else None, replace=True
+    )
+
+
+def run_name(choices: Mapping[str, Any], overrides: list[str], seed: int) -> str:
+    """The default name of a run: its choices and every other override, so that two settings never share a folder.
+
+    Args:
+        choices: chosen option of each config group.
+        overrides: of the command line, such as `optim.lr=1e-2`.
+    """
+    settings = {}
+    for override in OverridesParser.create().parse_overrides(overrides):
+        key = override.key_or_group
+        if key not in ("model", "optim", "seed") and key.split(".")[0].split("/")[0] not in _NOT_IN_NAME:
+            value = override.value()
+            settings[key] = f"{value:g}" if isinstance(value, float) else override.get_value_element_as_str()
+    parts = [choices["model"], choices["optim"], *(f"{k}={v}" for k, v in sorted(settings.items())), f"seed={seed}"]
+    full = "-".join(map(str, parts))
+    name = re.sub(f"[^{_NAME}]+", "_", full)
+    if name != full or len(name) > _LONGEST_NAME:  # something was lost: a digest keeps names apart
+        name = f"{name[:_LONGEST_NAME]}-{hashlib.sha256(full.encode()).hexdigest()[:8]}"
+    return name
+
+
+def check_name(name: Any) -> str:
+    """A run's name that stays inside the folder of runs.
+
+    Raises:
+        ValueError: it is no plain folder name.
+    """
+    if not re.fullmatch(f"[{_NAME}]+", str(name)) or str(name)[0] in ".-":
+        raise ValueError(f"name={name!r} must be a plain folder name of letters, digits and . _ = + , -")
+    return str(name)
+
+
+def one_sentence(error: BaseException, overrides: list[str]) -> str:
+    """What went wrong, for a person: unwrapped from Hydra's layers, with the nearest name that exists."""
+    text = str(error)
+    if unknown := re.search(r"Could not override '([^']+)'", text):
+        key, known = unknown.group(1), known_keys(overrides)
+        if key in known:  # a mapping was given for it
+            entries = [name for name in known if name.startswith(f"{key}.")]
+            return f"a key of {key} is not among {', '.join(entries)}; further ones are given as +{key}.KEY=VALUE"
+        return f"there is no key {key}{nearest(key, known)}"
+    if missing := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
+        return _no_option(*missing.groups())
+    if "Config group override must be" in text:  # model=500 is read as a number
+        return next(_no_option(*o.split("=", 1)) for o in overrides if re.match(rf"({'|'.join(GROUPS)})=[^a-z]", o))
+    if isinstance(error, OverrideParseException):
+        broken = next((o for o in overrides if not _parses(o)), "")
+        return f"cannot read {broken!r}: settings are given as key=value, text with special characters in quotes"
+    while error.__cause__ is not None and type(error).__module__.startswith(("hydra", "omegaconf")):
+        error = error.__cause__
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, OSError) and error.filename is not None:
+        lines = [f"{error.filename}: {error.strerror}"]
+    return lines[0] if lines else type(error).__name__
+
+
+def _no_option(group: str, option: str) -> str:
+    options = sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
+    return f"there is no {group}={option}{nearest(option, options)}; there are {', '.join(options) or 'none'}"
+
+
+def _parses(override: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException:
+        return False
+    return True
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """` (did you mean …?)` or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def known_keys(overrides: list[str]) -> list[str]:
+    """Every key, dotted, of the configuration with the choices among these overrides."""
+    choices = [o for o in overrides if o.split("=")[0] in GROUPS]
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        return list(_dotted(OmegaConf.to_container(compose("train", choices), resolve=False)))
+
+
+def _dotted(node: Any, prefix: str = "") -> Iterator[str]:
+    for key, value in node.items():
+        yield prefix + str(key)
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{key}.")

@@ -1,0 +1,53 @@
+"""Validation loss, exact: the same tokens whatever the ranks and micro-batch, and a token-weighted mean."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from muown_train.distributed import World
+
+IGNORE = -100  # a target that does not count, as in torch's cross-entropy
+
+
+def valid_rows(ids: np.ndarray, targets: int, seq_len: int) -> Tensor:
+    """Cut (N,) token ids into rows (R, T+1) int64 that predict the ids 1 … targets once each.
+
+    Rows overlap by one id, as in training; what is missing of the last row is `IGNORE`.
+    """
+    targets = min(targets, len(ids) - 1)
+    count = math.ceil(targets / seq_len)
+    flat = torch.full((count * seq_len + 1,), IGNORE, dtype=torch.int64)
+    flat[: targets + 1] = torch.from_numpy(np.asarray(ids[: targets + 1], dtype=np.int64))
+    return flat.unfold(0, seq_len + 1, seq_len)
+
+
+def _of_this_rank(rows: Tensor, micro_batch: int, world: World) -> Iterator[Tensor]:
+    """Equal shapes (micro_batch, T+1) of every size-th row, filled up with rows that do not count."""
+    for chunk in torch.split(rows[world.rank :: world.size], micro_batch):
+        missing = micro_batch - len(chunk)
+        yield torch.cat((chunk, chunk.new_full((missing, rows.shape[1]), IGNORE))) if missing else chunk
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, ids: np.ndarray, targets: int, seq_len: int, micro_batch: int, world: World
+) -> tuple[float, int]:
+    """Mean loss in nats per token, and the number of targets; the same on every rank. A collective call.
+
+    Args:
+        model: `model(inputs (B, T), targets (B, T))` gives the loss summed over targets that are not `IGNORE`.
+        ids: (N,) token ids; targets: how many to predict, at most N - 1.
+    """
+    rows = valid_rows(ids, targets, seq_len)
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)
+    for chunk in _of_this_rank(rows, micro_batch, world):
+        chunk = chunk.to(world.device)
+        inputs, wanted = chunk[:, :-1].clamp(min=0), chunk[:, 1:]
+        total += torch.stack((model(inputs, wanted).double(), (wanted != IGNORE).sum().double()))
+    model.train()
+    loss, count = world.sum(total).tolist()
+    return loss / count, int(count)

@@ -1,0 +1,115 @@
+"""What a run was: versions, device, data, and for every parameter the optimizer, its rates and its row blocks."""
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from muown_train.distributed import World
+from muown_train.hardware import device_name
+from muown_train.optim import Combined
+from muown_train.optim.base import MatrixOptimizer
+from muown_train.trainer import Settings
+
+_PACKAGES = ("muown-train", "torch", "numpy", "tokenizers", "datasets", "safetensors", "hydra-core")
+
+
+def describe(
+    model: nn.Module, optimizer: Combined, data: Mapping[str, Any], settings: Settings, world: World
+) -> dict[str, Any]:
+    """Facts about a run as JSON."""
+    return {
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "git_commit": _git_commit(),
+        "command": sys.argv[1:],
+        "device": device_name(world.device),
+        "ranks": world.size,
+        "threads": torch.get_num_threads(),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "settings": asdict(settings),
+        "data": dict(data),
+        "groups": groups(optimizer),
+    }
+
+
+def groups(optimizer: Combined) -> list[dict[str, Any]]:
+    """The resolved settings of every group of parameters."""
+    return [
+        {
+            "role": group.get("role", "matrix"),
+            "optimizer": type(part).__name__,
+            "lr": group["lr"],
+            "weight_decay": group["weight_decay"],
+            "blocks": group.get("blocks"),
+            "scales": sorted(set(part.scales(group))) if isinstance(part, MatrixOptimizer) else [],
+            "parameters": {name: list(p.shape) for name, p in zip(group["param_names"], group["params"], strict=True)},
+        }
+        for part in optimizer.optimizers
+        for group in part.param_groups
+    ]
+
+
+def write(folder: Path, config: str, facts: Mapping[str, Any]) -> None:
+    """config.yaml and manifest.json in a run's folder, which is made.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (("config.yaml", config), ("manifest.json", json.dumps(facts, indent=1) + "\n")):
+        beside = folder / f".{name}"
+        beside.write_text(text)
+        os.replace(beside, folder / name)
+
+
+def show(facts: Mapping[str, Any], folder: Path) -> None:
+    """The head of a run's output."""
+    settings = facts["settings"]
+    tokens = settings["steps"] * settings["batch_tokens"]
+    precision = "bfloat16" if settings["autocast"] else "float32"
+    print(f"{folder}")
+    print(
+        f"  {facts['parameters']:,} parameters, {settings['steps']:,} updates of {settings['batch_tokens']:,} tokens "
+        f"({tokens / 1e6:,.1f}M), {precision} on {facts['ranks']} x {facts['device']}"
+    )
+    for group in facts["groups"]:
+        shapes = group["parameters"].values()
+        numbers = sum(math.prod(shape) for shape in shapes)
+        print(
+            f"  {group['role']:<9} {len(shapes):>4} tensors {numbers:>13,} parameters  {group['optimizer']:<7}"
+            f" lr {group['lr']:g}  weight decay {group['weight_decay']:g}"
+            + (f"  scale {' '.join(f'{scale:.2f}' for scale in group['scales'])}" if group["scales"] else "")
+            + (f"  row blocks {'+'.join(map(str, group['blocks']))}" if group["blocks"] else ""),
+            flush=True,
+        )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """Of the checkout that this code lies in, with `+` if it was changed since."""
+    folder = Path(__file__).resolve().parents[1]
+    if not (folder / ".git").exists():
+        return None
+    try:
+        git = ["git", "-C", str(folder)]
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return commit.stdout.strip() + "+" * changed.returncode if commit.returncode == 0 else None

@@ -1,0 +1,162 @@
+"""GPT as in the Muown paper: RoPE, RMSNorm, SwiGLU, tied embeddings, no biases (appendix "Experimental Details").
+
+What the paper leaves open follows the code its runs used: rotation base 500000, norm epsilon 1e-6, hidden size of the
+MLP 8/3 of the width rounded up to a multiple of 256, q, k, v one fused matrix of 3 D rows, gate and up one of 2 H rows.
+The layout of heads and of the rotation is that of Llama in `transformers`, so that weights can be exchanged.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from muown_train.models.language_model import LanguageModel
+
+
+def mlp_hidden_size(dim: int, multiple: int = 256) -> int:
+    """8/3 of the width, rounded up to a multiple of 256."""
+    return multiple * math.ceil(8 * dim / 3 / multiple)
+
+
+def rotary_table(head_dim: int, seq_len: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of RoPE (Su et al. 2021), each (T, head_dim), halves repeated ("rotate half")."""
+    frequencies = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies)  # (T, head_dim / 2)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE to x (B, heads, T, head_dim)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class FusedLinear(nn.Linear):
+    """Several matrices of one input in one, without bias; `row_blocks` are the rows of each."""
+
+    def __init__(self, dim: int, row_blocks: tuple[int, ...]) -> None:
+        super().__init__(dim, sum(row_blocks), bias=False)
+        self.row_blocks = row_blocks
+
+
+class Attention(nn.Module):
+    """Causal self-attention: (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = FusedLinear(dim, (dim, dim, dim))
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        B, T, D = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)  # (B, h, T, d)
+        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(y.transpose(1, 2).reshape(B, T, D))
+        return out
+
+
+class SwiGLU(nn.Module):
+    """out(silu(gate(x)) * up(x)): (B, T, D) -> (B, T, D); gate is the upper half of the fused matrix."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(dim, 2 * hidden, bias=False)
+        self.out = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        out: Tensor = self.out(F.silu(gate) * up)
+        return out
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, dim: int, heads: int, hidden: int, norm_eps: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attention = Attention(dim, heads)
+        self.mlp_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.mlp = SwiGLU(dim, hidden)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        x = x + self.mlp(self.mlp_norm(x))
+        return x
+
+
+class GPT(LanguageModel):
+    """Language model with tied embeddings.
+
+    Args:
+        vocab_size: rows of the embedding; at least the tokenizer's size.
+        layers, dim, heads: depth, width D, attention heads; heads divides dim into heads of even size.
+        seq_len: longest input T.
+        mlp_hidden: inner size of the MLP, `mlp_hidden_size(dim)` if None.
+        rope_base, norm_eps: see the module.
+
+    Raises:
+        ValueError: a size below 1, or a width that the heads do not divide.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        layers: int,
+        dim: int,
+        heads: int,
+        seq_len: int,
+        mlp_hidden: int | None = None,
+        rope_base: float = 500_000.0,
+        norm_eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        hidden = mlp_hidden_size(dim) if mlp_hidden is None else mlp_hidden
+        sizes = dict(vocab_size=vocab_size, layers=layers, dim=dim, heads=heads, seq_len=seq_len, mlp_hidden=hidden)
+        for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"model.{name}={size!r} must be a positive integer")
+        if dim % heads or (dim // heads) % 2:
+            raise ValueError(f"model.dim={dim} does not split into model.heads={heads} heads of even size")
+        self.vocab_size, self.layers, self.dim, self.seq_len = vocab_size, layers, dim, seq_len
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.blocks = nn.ModuleList(Block(dim, heads, hidden, norm_eps) for _ in range(layers))
+        self.norm = nn.RMSNorm(dim, eps=norm_eps)
+        cos, sin = rotary_table(dim // heads, seq_len, rope_base)
+        self.cos: Tensor
+        self.sin: Tensor
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Normal 0.02; 0.02 / sqrt(2 layers) for the projections that write into the residual stream; gains one."""
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            nn.init.normal_(block.attention.qkv.weight, std=0.02)
+            nn.init.normal_(block.mlp.gate_up.weight, std=0.02)
+            for out in (block.attention.out, block.mlp.out):
+                nn.init.normal_(out.weight, std=0.02 / math.sqrt(2 * self.layers))
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        T = inputs.shape[1]
+        assert self.seq_len >= T, f"input of {T} tokens, model.seq_len is {self.seq_len}"
+        x = self.embedding(inputs)  # (B, T, D)
+        cos, sin = self.cos[:T], self.sin[:T]
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        logits = F.linear(self.norm(x), self.embedding.weight)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+    def flops_per_token(self) -> float:
+        # the tied embedding multiplies once, as the head
+        multiplying = sum(p.numel() for p in self.parameters() if p.ndim == 2)
+        return 6.0 * multiplying + 12.0 * self.layers * self.dim * self.seq_len

@@ -1,0 +1,29 @@
+"""What the trainer and the builder ask of a model, whatever its architecture."""
+
+from torch import Tensor, nn
+
+
+class LanguageModel(nn.Module):
+    """A causal language model.
+
+    `row_blocks` on a layer of its own declares the rows of a fused matrix, `role` that its weight is no plain matrix
+    (see `muown_train.optim.parameter_roles`).
+    """
+
+    vocab_size: int  # rows of the embedding, at least the tokenizer's size
+    seq_len: int  # longest input
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (B, T, vocab_size), or with targets (B, T) the summed cross-entropy in nats, a float32 scalar.
+
+        Targets of -100 do not count, as in torch's cross-entropy. T may be anything up to seq_len.
+        """
+        raise NotImplementedError
+
+    def flops_per_token(self) -> float:
+        """Floating-point operations of one token's forward and backward at T = seq_len.
+
+        6 per weight that multiplies and 12 layers D T for attention, the convention of PaLM (Chowdhery et al. 2022,
+        appendix B), which does not discount the causal mask.
+        """
+        raise NotImplementedError

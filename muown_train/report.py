@@ -1,0 +1,59 @@
+"""What the user sees at the end of a run, and the plot."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from muown_train.build import Run
+from muown_train.models.generate import generate
+from muown_train.records import Line, duration, plot_losses
+
+
+def summarize(lines: Sequence[Line]) -> dict[str, Any]:
+    """The final numbers of a run from its metrics."""
+    final = [line for line in lines if "valid/loss" in line][-1]
+    speeds = [line["system/tokens_per_second"] for line in lines if "system/tokens_per_second" in line]
+    return {
+        "step": final["step"],
+        "tokens": final["tokens"],
+        "valid/loss": final["valid/loss"],
+        "valid/perplexity": final["valid/perplexity"],
+        "seconds": final["time"],
+        "tokens_per_second": sorted(speeds)[len(speeds) // 2] if speeds else None,
+    }
+
+
+def sample(run: Run) -> str:
+    """A short continuation of a prompt by the trained model."""
+    trainer, tokenizer = run.trainer, run.data.tokenizer
+    prompt = [tokenizer.end_of_text]  # a document from its beginning
+    run.model.eval()
+    with trainer.autocast():
+        new = generate(run.model, prompt, run.config.sample_tokens, run.config.seq_len)
+    return tokenizer.decode(new)
+
+
+def finish(run: Run, already: bool) -> None:
+    """Plot, sample, and print where everything is; on the main rank.
+
+    Args:
+        already: the run had been finished by an earlier command.
+    """
+    assert run.trainer.metrics is not None
+    lines = run.trainer.metrics.read()
+    summary = summarize(lines)
+    for sink in run.trainer.sinks:
+        sink.finish(summary)
+    unigram = run.data.unigram_loss
+    plot_losses(lines, run.folder / "loss.png", run.config.name, unigram)
+    loss = f"validation loss {summary['valid/loss']:.4f}, perplexity {summary['valid/perplexity']:.2f}"
+    print(f"\n{loss}" + (f" (a unigram model of the same text: {unigram:.4f})" if unigram else ""))
+    if summary["tokens_per_second"]:
+        print(
+            f"{summary['step']:,} updates, {summary['tokens']:,} tokens in {duration(summary['seconds'])}, "
+            f"{summary['tokens_per_second']:,.0f} tokens/s"
+        )
+    if run.config.sample_tokens:
+        print(f"\n--- sample ---\n{sample(run)}\n--- end of sample ---\n")
+    print(f"{run.folder}: {', '.join(sorted(path.name for path in run.folder.iterdir() if path.name[0] != '.'))}")
+    if already:
+        print("This run was finished before: change a setting, the seed or the name to start another.")

@@ -1,0 +1,56 @@
+"""Learning-rate schedules: pure functions (step, steps) -> multiplier of the base learning rate.
+
+`step` counts from 0, the first update; `steps` is the number of updates of the run. Warm-up and cool-down are given
+as fractions of the run, so that one setting serves every budget. The first update has a non-zero rate, and the rate
+after the last update would be zero (or `final`).
+"""
+
+import math
+
+
+def _check(step: int, steps: int, **fractions: float) -> None:
+    assert 0 <= step < steps, (step, steps)
+    for name, value in fractions.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise ValueError(f"schedule.{name}={value!r} must be a fraction of the run in [0, 1]")
+
+
+def _warmup(step: int, updates: int) -> float:
+    return min(1.0, (step + 1) / updates) if updates else 1.0
+
+
+def wsd(step: int, steps: int, warmup: float = 0.02, cooldown: float = 0.2) -> float:
+    """Warm-up, stable, decay (Hu et al. 2024; the paper's schedule): linear up, constant, linear down.
+
+    Raises:
+        ValueError: a fraction outside [0, 1], or a sum above 1.
+    """
+    _check(step, steps, warmup=warmup, cooldown=cooldown)
+    if warmup + cooldown > 1:
+        raise ValueError(f"schedule.warmup={warmup} and schedule.cooldown={cooldown} together exceed the run")
+    down = round(cooldown * steps)
+    return min(_warmup(step, round(warmup * steps)), (steps - step) / (down + 1))
+
+
+def cosine(step: int, steps: int, warmup: float = 0.02, final: float = 0.0) -> float:
+    """Linear warm-up, then half a cosine down to `final`, reached one update after the last.
+
+    Raises:
+        ValueError: a fraction outside [0, 1].
+    """
+    _check(step, steps, warmup=warmup, final=final)
+    up = round(warmup * steps)
+    if step < up:
+        return _warmup(step, up)
+    progress = (step - up + 1) / (steps - up + 1)
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def constant(step: int, steps: int, warmup: float = 0.02) -> float:
+    """Linear warm-up, then 1.
+
+    Raises:
+        ValueError: a fraction outside [0, 1].
+    """
+    _check(step, steps, warmup=warmup)
+    return _warmup(step, round(warmup * steps))

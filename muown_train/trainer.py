@@ -1,0 +1,235 @@
+"""The training loop: one step reads straight down, everything else happens between steps.
+
+next(loader) -> summed loss / global count of targets -> backward (gradients are reduced with the last micro-batch
+only) -> clip -> lr = base * schedule(step) -> optimizer.step() -> zero_grad -> at boundaries log, evaluate, save.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+from muown_train.checkpoint import Checkpoints, ModelState, OptimizerState, State, Stateful
+from muown_train.data.loader import Loader
+from muown_train.distributed import World
+from muown_train.evaluation import evaluate
+from muown_train.records import Line, Metrics, Sink
+
+Schedule = Callable[[int, int], float]  # (step, steps) -> multiplier of the base learning rate
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the loop needs to know; intervals in updates."""
+
+    steps: int
+    batch_tokens: int  # per update, over all ranks
+    seq_len: int
+    micro_batch: int  # rows per rank and forward
+    eval_every: int
+    save_every: int
+    log_every: int
+    valid_tokens: int
+    grad_clip: float | None = 1.0
+    autocast: bool = False  # bfloat16 in the forward pass, float32 weights
+    flops_per_token: float | None = None
+    peak_flops: float | None = None  # of one device, per second
+
+
+@dataclass
+class Update:
+    """One update whose numbers may still be on the device."""
+
+    line: Line
+    loss: Tensor  # () float64, summed over this rank's targets / global count of targets
+    grad_norm: Tensor  # () float32, the same on every rank
+    hash: int  # of this rank's rows; int64, adds up over ranks
+    waited: float  # seconds for data
+
+
+class Trainer:
+    """Trains a model on the rows of a loader; the same calls on every rank.
+
+    Args:
+        model: `model(inputs (B, T), targets (B, T))` gives the summed loss; on world.device, maybe compiled.
+        valid: (N,) token ids of the validation text.
+        metrics, sinks: None and empty on all ranks but the main one.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        model: nn.Module,
+        optimizer: Optimizer,
+        schedule: Schedule,
+        loader: Loader,
+        valid: np.ndarray,
+        checkpoints: Checkpoints,
+        settings: Settings,
+        metrics: Metrics | None = None,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        self.world, self.model, self.optimizer, self.schedule = world, model, optimizer, schedule
+        self.loader, self.valid, self.checkpoints, self.settings = loader, valid, checkpoints, settings
+        self.metrics, self.sinks = metrics, sinks
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.base_lrs = [group["lr"] for group in optimizer.param_groups]
+        self.replica: nn.Module = model
+        if world.size > 1:
+            devices = [world.device] if world.device.type == "cuda" else None
+            self.replica = DistributedDataParallel(
+                model, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False
+            )
+        self.step = self.tokens = 0
+        self.seconds = 0.0  # of training, without evaluation and saving, over all restarts
+        self.pending: list[Update] = []
+        self.resumed_at = time.perf_counter()
+
+    def fit(self) -> None:
+        """Train to the end of the budget.
+
+        Raises:
+            OSError: a checkpoint or the metrics could not be written.
+        """
+        if self.step == 0:
+            self.record([{"step": 0, "tokens": 0, "time": 0.0, **self.evaluate()}])
+        self.resumed_at = time.perf_counter()
+        while self.step < self.settings.steps:
+            self.pending.append(self.train_step())
+            evaluating, saving = self.due(self.settings.eval_every), self.due(self.settings.save_every)
+            if evaluating or saving or self.due(self.settings.log_every):
+                lines = self.collect()
+                if evaluating:
+                    lines[-1] |= self.evaluate()
+                self.record(lines)
+                if saving:
+                    self.checkpoints.save(self.step, self.stateful())
+                self.resumed_at = time.perf_counter()
+
+    def due(self, every: int) -> bool:
+        """Whether this step is a boundary; the last one always is."""
+        return self.step % every == 0 or self.step == self.settings.steps
+
+    def train_step(self) -> Update:
+        """One update of the weights."""
+        started = time.perf_counter()
+        batch = next(self.loader)
+        waited = time.perf_counter() - started
+        rows = batch.tokens.to(self.world.device, non_blocking=True)  # (B, T+1)
+        targets = self.settings.batch_tokens  # of all ranks
+        loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        micro_batches = torch.split(rows, self.settings.micro_batch)
+        for i, micro_batch in enumerate(micro_batches):
+            with self.gradients_reduced(i + 1 == len(micro_batches)), self.autocast():
+                summed = self.replica(micro_batch[:, :-1], micro_batch[:, 1:])
+                # DDP takes the mean of gradients over ranks: times their number it is the sum
+                (summed * (self.world.size / targets)).backward()
+            loss += summed.detach().double() / targets
+        grad_norm = clip_grad_norm_(self.parameters, self.settings.grad_clip or math.inf)
+        multiplier = self.schedule(self.step, self.settings.steps)
+        for group, base_lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base_lr * multiplier
+        line: Line = {"step": self.step + 1, "tokens": self.tokens + targets}
+        line["train/lr"] = self.base_lrs[0] * multiplier
+        if torch.isfinite(grad_norm):  # the same decision on every rank, since gradients are reduced
+            self.optimizer.step()
+        else:
+            line["train/skipped"] = True
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step, self.tokens = line["step"], line["tokens"]
+        return Update(line, loss, grad_norm, batch.hash, waited)
+
+    def gradients_reduced(self, now: bool) -> AbstractContextManager[None]:
+        """Gradients are reduced over ranks with this backward pass, or only added up here."""
+        if isinstance(self.replica, DistributedDataParallel) and not now:
+            return self.replica.no_sync()
+        return nullcontext()
+
+    def autocast(self) -> torch.autocast:
+        """Forward passes in the run's precision."""
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.settings.autocast)
+
+    def evaluate(self) -> Line:
+        """Validation loss of the weights as they are."""
+        settings = self.settings
+        with self.autocast():
+            loss, count = evaluate(
+                self.model, self.valid, settings.valid_tokens, settings.seq_len, settings.micro_batch, self.world
+            )
+        return {"valid/loss": loss, "valid/perplexity": math.exp(min(loss, 700)), "valid/tokens": count}
+
+    def collect(self) -> list[Line]:
+        """Bring the numbers of pending updates to the host; a collective call, the only wait for the device."""
+        losses = self.world.sum(torch.stack([update.loss for update in self.pending])).tolist()
+        norms = torch.stack([update.grad_norm for update in self.pending]).tolist()
+        hashes = self.world.sum(torch.tensor([update.hash for update in self.pending])).tolist()
+        seconds = time.perf_counter() - self.resumed_at
+        lines = []
+        for i, update in enumerate(self.pending):
+            line = update.line
+            line["time"] = self.seconds + seconds * (i + 1) / len(self.pending)
+            line["train/loss"], line["train/grad_norm"] = losses[i], norms[i]
+            line["data/hash"] = f"{hashes[i] % 2**64:016x}"
+            lines.append(line)
+        lines[-1] |= self.speed(seconds)
+        self.seconds += seconds
+        self.pending = []
+        return lines
+
+    def speed(self, seconds: float) -> Line:
+        """What is measured once per log boundary, over the updates since the last one."""
+        tokens = len(self.pending) * self.settings.batch_tokens
+        line: Line = {
+            "system/tokens_per_second": tokens / seconds,
+            "system/seconds_left": (self.settings.steps - self.step) * seconds / len(self.pending),
+            "data/wait_fraction": sum(update.waited for update in self.pending) / seconds,
+        }
+        if self.settings.flops_per_token and self.settings.peak_flops:
+            peak = self.settings.peak_flops * self.world.size
+            line["system/mfu"] = self.settings.flops_per_token * tokens / seconds / peak
+        if self.world.device.type == "cuda":
+            line["system/peak_memory"] = torch.cuda.max_memory_allocated(self.world.device)
+        return line
+
+    def record(self, lines: Sequence[Line]) -> None:
+        """Write lines of metrics and show them."""
+        if self.metrics:
+            self.metrics.append(lines)
+        for sink in self.sinks:
+            sink.lines(lines)
+
+    def resume(self) -> bool:
+        """Take up the newest checkpoint, if any; whether the run is finished.
+
+        Raises:
+            ValueError: the newest checkpoint is of another model or optimizer.
+        """
+        step = self.checkpoints.load(self.stateful())
+        if self.metrics:
+            self.metrics.rewind(-1 if step is None else step)
+        return self.step >= self.settings.steps
+
+    def stateful(self) -> dict[str, Stateful]:
+        """All that a checkpoint holds."""
+        return {
+            "model": ModelState(self.model),
+            "optimizer": OptimizerState(self.optimizer, self.model),
+            "data": self.loader,
+            "trainer": self,
+        }
+
+    def state_dict(self) -> State:
+        """The loop's own counters."""
+        return {"step": self.step, "tokens": self.tokens, "seconds": self.seconds}
+
+    def load_state_dict(self, state: State) -> None:
+        """The inverse of state_dict."""
+        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]

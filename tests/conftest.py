@@ -1,0 +1,27 @@
+"""What several test files share."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)  # small tensors, and bit-equality needs the same number everywhere
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A folder of 120 short texts with some structure to learn; prepared data go to its `cache`."""
+    folder = tmp_path_factory.mktemp("corpus")
+    words = random.Random(0)
+    nouns = [a + b for a in ("ka", "lo", "mi", "ru", "te") for b in ("ban", "dor", "fil", "gos", "hum")]
+    for i in range(120):
+        sentences = (
+            f"The {words.choice(nouns)} of {words.choice(nouns)} has {words.randint(2, 99)} {words.choice(nouns)}s."
+            for _ in range(30)
+        )
+        (folder / f"{i:03d}.txt").write_text(" ".join(sentences))
+    return folder

@@ -1,0 +1,63 @@
+"""Small runs in this process: compose a configuration as the command line would, build and train it."""
+
+import json
+from pathlib import Path
+
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from muown_train.build import Run, build
+from muown_train.config import CONFIG_DIR, register_resolvers
+from muown_train.distributed import World
+
+HERE = World(0, 1, torch.device("cpu"))
+# a model of 0.15M parameters on `data=files`: an update takes some milliseconds
+SMALL = (
+    "data=files",
+    "model.layers=2",
+    "model.dim=32",
+    "model.heads=2",
+    "seq_len=32",
+    "batch_tokens=256",
+    "micro_batch=2",
+    "tokens=3072",
+    "valid_tokens=200",
+    "eval_every=5",
+    "save_every=4",
+    "log_every=3",
+    "precision=float32",
+    "sample_tokens=0",
+)
+
+
+def configured(*overrides: str) -> DictConfig:
+    """The configuration that these overrides make."""
+    register_resolvers()
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        return compose("train", list(overrides))
+
+
+def built(corpus: Path, out: Path, *overrides: str, world: World = HERE) -> Run:
+    """A small run on `corpus`, named "run" unless the overrides say otherwise."""
+    places = (f"data.train={corpus}/*.txt", f"out={out}", f"cache={corpus}/cache")
+    return build(configured(*SMALL, *places, *overrides), "run", world)
+
+
+def trained(corpus: Path, out: Path, *overrides: str, world: World = HERE) -> Run:
+    """Such a run, trained to its end from wherever it was."""
+    run = built(corpus, out, *overrides, world=world)
+    run.trainer.resume()
+    run.trainer.fit()
+    run.trainer.loader.close()
+    return run
+
+
+def metrics(folder: Path) -> list[dict]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    """Training losses, update by update."""
+    return [line["train/loss"] for line in metrics(folder) if "train/loss" in line]

@@ -1,0 +1,161 @@
+"""The command line: what a user types, what they get, and one sentence for what cannot be."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from muown_train.__main__ import main
+from muown_train.config import CONFIG_DIR, check_name, run_name
+from tests.runs import SMALL, configured, losses, metrics
+
+COMMAND = [sys.executable, "-m", "muown_train"]
+
+
+def small(corpus: Path, out: Path, *overrides: str) -> list[str]:
+    return [*SMALL, f"data.train={corpus}/*.txt", f"out={out}", f"cache={corpus}/cache", *overrides]
+
+
+def call(monkeypatch, *arguments: str) -> object:
+    """Run main() here; its exit status or message, None if all went well."""
+    monkeypatch.setattr(sys, "argv", ["muown_train", *arguments])
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    try:
+        main()
+    except SystemExit as stop:
+        return stop.code
+    return None
+
+
+def test_a_run_leaves_everything_in_one_folder_and_says_so(corpus, tmp_path, monkeypatch, capsys):
+    arguments = small(corpus, tmp_path, "name=first", "sample_tokens=5")
+    assert call(monkeypatch, *arguments) is None
+    out = capsys.readouterr().out
+    files = {"checkpoints", "config.yaml", "loss.png", "manifest.json", "metrics.jsonl"}
+    assert {path.name for path in (tmp_path / "first").iterdir()} == files
+    assert re.search(r"validation loss [\d.]+, perplexity [\d.]+ \(a unigram model of the same text: [\d.]+\)", out)
+    assert "12 updates, 3,072 tokens" in out and "--- sample ---" in out and "first: checkpoints" in out
+    before = (tmp_path / "first" / "metrics.jsonl").read_text()
+    assert call(monkeypatch, *arguments) is None  # again: nothing is trained twice
+    assert "finished before" in capsys.readouterr().out
+    assert (tmp_path / "first" / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "overrides, parts",
+    [
+        (["optim.lrr=1"], ["no key optim.lrr", "did you mean optim.lr?"]),
+        (["toknes=5"], ["no key toknes", "did you mean tokens?"]),
+        (["+toknes=5"], ["no key toknes", "did you mean tokens?"]),
+        (["+optim.lrr=1"], ["optim.lrr is no setting of Muown", "did you mean lr?"]),
+        (["+optim.rest.vector.lrr=1"], ["optim.rest.vector.lrr is no setting of AdamW"]),
+        (["optim.rest.vector={lrr: 1}"], ["a key of optim.rest.vector", "optim.rest.vector.lr,"]),
+        (["+model.depth=3"], ["model.depth is no setting of GPT"]),
+        (["model=500"], ["no model=500", "did you mean 500m?", "tiny"]),
+        (["optim=muonn"], ["no optim=muonn", "did you mean muon?"]),
+        (["seed"], ["'seed'", "key=value"]),
+        (["optim.lr=["], ["'optim.lr=['", "key=value"]),
+        (["optim.lr=-1"], ["lr", "-1"]),
+        (["optim.lr=fast"], ["lr", "'fast'"]),
+        (["optim.rest.lr=-1"], ["learning rate", "-1"]),
+        (["optim.momentum=1.5"], ["momentum", "1.5"]),
+        (["optim.magnitude=sgd"], ["magnitude", "'sgd'", "signum"]),
+        (["schedule.warmup=20"], ["schedule.warmup=20"]),
+        (["seq_len=0"], ["seq_len=0"]),
+        (["micro_batch=x"], ["micro_batch='x'"]),
+        (["batch_tokens=1000"], ["batch_tokens=1000", "multiple of 64", "960 or 1024"]),
+        (["tokens=10"], ["10 tokens"]),
+        (["tokens_per_parameter=20"], ["tokens=", "set one of them"]),
+        (["precision=float8"], ["precision='float8'", "bfloat16"]),
+        (["compile=2"], ["compile=2"]),
+        (["name=../../x"], ["name='../../x'"]),
+        (["model.heads=5"], ["model.heads=5"]),
+        (["model.vocab_size=100"], ["4096", "model.vocab_size", "100"]),
+        (["data.train=/no/such/*.txt"], ["/no/such/*.txt"]),
+        (["data.tokenizer=/no/such/tokenizer.json"], ["/no/such/tokenizer.json"]),
+        (["out=/proc/runs"], ["/proc/runs"]),
+        (["cache=/proc/cache", "data.text=other"], ["/proc/cache"]),
+        (["tracking=wandb", "tracking.mode=on"], ["tracking.mode='on'"]),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_no_run(corpus, tmp_path, monkeypatch, capfd, overrides, parts):
+    message = call(monkeypatch, *small(corpus, tmp_path, *overrides))
+    assert isinstance(message, str) and message.startswith("error: ") and "\n" not in message
+    for part in parts:
+        assert part in message, message
+    assert "Traceback" not in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_exit_status_is_1_and_there_is_no_traceback():
+    done = subprocess.run([*COMMAND, "optim.lrr=1"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == "error: there is no key optim.lrr (did you mean optim.lr?)\n"
+
+
+@pytest.mark.slow
+def test_kill_9_and_the_same_command_again(corpus, tmp_path):
+    arguments = [*COMMAND, *small(corpus, tmp_path, "tokens=51200", "eval_every=50")]
+    subprocess.run([*arguments, "name=whole"], check=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    for _ in range(3):
+        process = subprocess.Popen([*arguments, "name=killed"], env=environment)
+        folder = tmp_path / "killed" / "checkpoints"
+        seen = len(list(folder.glob("step-*")))
+        deadline = time.time() + 120
+        while process.poll() is None and time.time() < deadline:
+            steps = sorted(folder.glob("step-*"))
+            if len(steps) > seen or (steps and seen):
+                time.sleep(0.3)
+                break
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    subprocess.run([*arguments, "name=killed"], check=True, env=environment)
+    lines = metrics(tmp_path / "killed")
+    assert [line["step"] for line in lines] == list(range(201))
+    assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "whole"), abs=1e-3)
+
+
+def choices(*overrides: str) -> str:
+    return run_name({"model": "tiny", "optim": "muown"}, list(overrides), 0)
+
+
+def test_names_of_runs():
+    assert choices() == "tiny-muown-seed=0"
+    assert choices("model=tiny", "seed=0", "out=elsewhere", "tracking=wandb", "tracking.mode=offline") == choices()
+    assert choices("optim.lr=1e-2") == choices("optim.lr=0.01") == "tiny-muown-optim.lr=0.01-seed=0"
+    assert choices("schedule=cosine", "data=files") == "tiny-muown-data=files-schedule=cosine-seed=0"
+    assert choices("data.train='a/*.txt'") != choices("data.train='a_*.txt'")
+    long = choices(*(f"optim.x{i}=1" for i in range(50)))
+    assert len(long) < 150 and long != choices(*(f"optim.x{i}=1" for i in range(51)))
+    for name in (choices("data.train='/a/*.txt'"), long):
+        assert check_name(name) == name
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".", "..", ".hidden", "", "a b", "-x"])
+def test_names_that_would_leave_the_folder_of_runs(name):
+    with pytest.raises(ValueError, match="plain folder name"):
+        check_name(name)
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("model", options("model"))
+def test_a_model_of_the_paper_brings_its_setting_unless_told_otherwise(model):
+    config = configured(f"model={model}")
+    paper = model != "tiny"
+    assert ("fineweb" in str(config.data.get("path"))) == paper
+    assert config.batch_tokens == (524288 if paper else 8192)
+    if paper:
+        assert config.data.tokenizer == "EleutherAI/gpt-neox-20b" and config.data.name == "sample-100BT"
+        assert (config.seq_len, config.valid_tokens) == ((1024, 4e6) if model == "124m" else (2048, 1e7))
+    other = configured(f"model={model}", "data=stdlib", "tokens=1e6", "seq_len=512")
+    assert "path" not in other.data and other.tokens == 1e6 and other.model.seq_len == 512
