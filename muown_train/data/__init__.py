@@ -1,0 +1,4 @@
+"""Documents -> tokens -> rows -> batches.
+
+`sources` makes a TrainingData of a data configuration, `loader` its batches.
+"""

@@ -1,0 +1,140 @@
+"""Text files -> documents (str), one after the other, in bounded memory.
+
+A .txt file is one document; a .jsonl file (plain, .gz, .xz or .zst) has one JSON object per line and a
+.parquet file one row per document, with the text under a key or column. Where that text is null there is no
+document.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+PARQUET_BATCH = 256  # documents read at once
+
+
+def expand(patterns: str | Sequence[str], key: str = "data.train") -> list[Path]:
+    """Files that a glob or a list of globs names, sorted, each once. `~` and a recursive `**` are understood.
+
+    Raises ValueError naming `key` and the glob that matches no file or the file of an unknown kind.
+    """
+    paths: set[Path] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else list(patterns):
+        if not isinstance(pattern, str) or not pattern:
+            raise ValueError(f"{key} must be a glob or a list of globs, but holds {pattern!r}")
+        full = str(Path(pattern).expanduser())
+        found = [full] if Path(full).is_file() else glob.glob(full, recursive=True)
+        files = [path for path in map(Path, found) if path.is_file()]
+        if not files:
+            folder = " (a folder: name the files in it, such as *.parquet)" if Path(full).is_dir() else ""
+            raise ValueError(f"{key}: no file matches {pattern!r}{folder}")
+        paths.update(files)
+    for path in sorted(paths):
+        _reader(path)
+    return sorted(paths)
+
+
+def read_documents(paths: Sequence[Path], text: str = "text") -> Iterator[str]:
+    """Documents of the files in the order given; `text` is the key or column that holds them.
+
+    Raises ValueError naming the file (in .jsonl the line too) and why it cannot be read.
+    """
+    for path in paths:
+        try:
+            for document in _reader(path)(path, text):
+                yield well_formed(document)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+            raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def well_formed(text: str) -> str:
+    """The text with lone surrogates, which UTF-8 cannot express, as U+FFFD; JSON may carry them."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def _read_txt(path: Path, text: str) -> Iterator[str]:
+    yield path.read_bytes().decode("utf-8-sig")
+
+
+def _read_jsonl(path: Path, text: str) -> Iterator[str]:
+    with _open(path) as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise ValueError(f"{path} line {number} is not JSON: {error}") from error
+            if not isinstance(record, dict):
+                raise ValueError(f"{path} line {number} is a {type(record).__name__}, not a JSON object")
+            if text not in record:
+                keys = ", ".join(record) or "none at all"
+                raise ValueError(f"{path} line {number} has no key {text!r} (data.text), only {keys}")
+            value = record[text]
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"{path} line {number}: {text!r} is a {type(value).__name__}, not text")
+            if value is not None:
+                yield value
+
+
+def _read_parquet(path: Path, text: str) -> Iterator[str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if text not in names:
+                raise ValueError(f"{path} has no column {text!r} (data.text); its columns: {', '.join(names)}")
+            kind = file.schema_arrow.field(text).type
+            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+                raise ValueError(f"{path}: column {text!r} holds {kind}, not text")
+            for batch in file.iter_batches(batch_size=PARQUET_BATCH, columns=[text]):
+                yield from (value for value in batch.column(0).to_pylist() if value is not None)
+    except pa.ArrowException as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+
+
+def _open(path: Path) -> BinaryIO:
+    if path.name.endswith(".gz"):
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    if path.name.endswith(".xz"):
+        return lzma.open(path, "rb")  # type: ignore[return-value]
+    if path.name.endswith(".zst"):
+        import pyarrow as pa
+
+        # Of the usual readers of zstandard this one alone tells a truncated file from a complete one.
+        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"))
+    return path.open("rb")
+
+
+_READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
+    ".txt": _read_txt,
+    ".jsonl": _read_jsonl,
+    ".jsonl.gz": _read_jsonl,
+    ".jsonl.xz": _read_jsonl,
+    ".jsonl.zst": _read_jsonl,
+    ".parquet": _read_parquet,
+}
+
+
+def _reader(path: Path) -> Callable[[Path, str], Iterator[str]]:
+    for ending, reader in _READERS.items():
+        if path.name.endswith(ending):
+            return reader
+    raise ValueError(f"{path} is of an unknown kind; the endings understood are {', '.join(_READERS)}")

@@ -1,0 +1,157 @@
+"""Rows -> batches of one rank, read ahead in a thread; the state is what was handed out, not read."""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from muown_train.data.rows import RowSource
+
+PATIENCE = 10.0  # seconds that `close` waits for a read to end
+
+
+class Batch(NamedTuple):
+    tokens: torch.Tensor  # (B / ranks, T+1) int64
+    hash: int  # int64; summed over ranks modulo 2^64 it is the hash of the global batch
+
+
+class Loader:
+    """Batches of rank `rank` of `size`: of the global batch of rows n to n + batch_rows, every size-th.
+
+    The order of rows depends neither on the number of ranks nor on `batch_rows` nor on where a run was
+    interrupted. `prefetch` batches are read ahead by a thread, 0 reads them in `__next__`. What the reading
+    raises, `__next__` raises. Raises ValueError where `batch_rows` is not a positive multiple of `size`.
+    """
+
+    def __init__(
+        self,
+        rows: RowSource,
+        batch_rows: int,
+        rank: int = 0,
+        size: int = 1,
+        pin_memory: bool = False,
+        prefetch: int = 2,
+    ) -> None:
+        if batch_rows < 1 or batch_rows % size:
+            raise ValueError(f"{batch_rows} rows in a batch cannot be dealt out to {size} ranks: take a multiple")
+        assert 0 <= rank < size, (rank, size)
+        self._rows = rows
+        self._deal = (batch_rows, rank, size)
+        self._pin_memory = pin_memory
+        self._prefetch = prefetch
+        self._state: dict[str, Any] = {"rows": 0, **rows.state_dict()}
+        self._reader: _Inline | _Thread | None = None
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._reader is None:
+            items = _batches(self._rows, self._state["rows"], *self._deal, self._pin_memory)
+            self._reader = _Thread(items, self._prefetch) if self._prefetch else _Inline(items)
+        batch, self._state = self._reader.get()
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rows consumed over all ranks, and this rank's cursors where the rows come from streams; JSON."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on after `state`, the union of the states of all ranks at a step, whatever their number was."""
+        self.close()
+        if self._reader is not None:
+            raise RuntimeError("the thread that reads the data hangs: a new loader is needed")
+        self._rows.load_state_dict(state)
+        self._state = dict(state)
+
+    def close(self) -> None:
+        """Ends the thread, or leaves it where its reading hangs; what was read ahead will be read again."""
+        if self._reader is not None and self._reader.close():
+            self._reader = None
+            self._rows.load_state_dict(self._state)
+
+
+def row_hash(ids: np.ndarray, place: int) -> int:
+    """blake2b-64 of a row's ids (little-endian int32) and its place in the global batch (int64); unsigned."""
+    raw = ids.astype("<i4", copy=False).tobytes() + int(place).to_bytes(8, "little", signed=True)
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
+
+
+def _batches(
+    rows: RowSource, start: int, batch_rows: int, rank: int, size: int, pin_memory: bool
+) -> Iterator[tuple[Batch, dict[str, Any]]]:
+    places = range(rank, batch_rows, size)
+    while True:
+        ids = rows.take([start + place for place in places])
+        total = sum(row_hash(row, place) for row, place in zip(ids, places, strict=True)) % 2**64
+        tokens = torch.from_numpy(ids).to(torch.int64)
+        if pin_memory:
+            tokens = tokens.pin_memory()
+        start += batch_rows
+        yield Batch(tokens, total - 2**64 if total >= 2**63 else total), {"rows": start, **rows.state_dict()}
+
+
+Item = tuple[Batch, dict[str, Any]]
+
+
+class _Inline:
+    def __init__(self, items: Iterator[Item]) -> None:
+        self.get: Callable[[], Item] = items.__next__
+
+    def close(self) -> bool:
+        return True
+
+
+class _Thread:
+    """Holds no reference to the loader, so that a forgotten loader can end it."""
+
+    def __init__(self, items: Iterator[Item], ahead: int) -> None:
+        self._queue: queue.Queue[Item | BaseException] = queue.Queue(maxsize=ahead)
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=_fill, args=(items, self._queue, self._stop), name="loader", daemon=True)
+        self._thread.start()
+
+    def get(self) -> Item:
+        if self._error is None:
+            item = self._queue.get()
+            if not isinstance(item, BaseException):
+                return item
+            self._error = item
+        raise self._error
+
+    def close(self) -> bool:
+        """Whether the thread has ended."""
+        self._stop.set()
+        self._thread.join(PATIENCE)
+        if self._thread.is_alive():
+            self._error = RuntimeError("the loader was closed while its reading hung")
+        return not self._thread.is_alive()
+
+    def __del__(self) -> None:
+        self._stop.set()
+
+
+def _fill(items: Iterator[Item], out: queue.Queue[Item | BaseException], stop: threading.Event) -> None:
+    try:
+        for item in items:
+            if not _put(item, out, stop):
+                return
+    except BaseException as error:
+        _put(error, out, stop)
+
+
+def _put(item: Item | BaseException, out: queue.Queue[Item | BaseException], stop: threading.Event) -> bool:
+    while not stop.is_set():
+        try:
+            out.put(item, timeout=0.05)
+        except queue.Full:
+            continue
+        return True
+    return False

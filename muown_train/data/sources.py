@@ -1,0 +1,238 @@
+"""Data configurations (configs/data/) -> TrainingData: the source of rows, the held-out tokens, the
+tokenizer.
+
+Each function here is the `_target_` of a configuration, which gives the first arguments; the run gives
+`seq_len`, `seed`, `valid_tokens`, `cache` and `vocab_size`. The tokenizer is compared with `vocab_size`
+before data are read.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from muown_train.data import bpe
+from muown_train.data.cache import files_fingerprint, fingerprint, prepared
+from muown_train.data.corpus import Corpus, Labelled, Part, print_line, tokenised, with_ids
+from muown_train.data.documents import expand, read_documents
+from muown_train.data.holdout import held_out, label_by_content
+from muown_train.data.hub import HubFiles, open_hub
+from muown_train.data.permutation import permute
+from muown_train.data.rows import RowSource, TokenRows
+from muown_train.data.streaming import StreamRows
+from muown_train.data.token_file import read_tokens
+from muown_train.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from muown_train.data.unigram import unigram_loss
+
+FORMAT = 1  # of what is cached: raise it when the same input would give other tokens
+NOT_LIBRARY = {
+    *("test", "tests", "idlelib", "idle_test", "lib2to3", "ensurepip", "turtledemo", "lib-dynload"),
+    *("site-packages", "dist-packages", "__pycache__"),
+}
+GENERATED = ("_sysconfigdata", "sitecustomize")  # by whoever built or packaged this Python
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What a run needs of its data."""
+
+    train: RowSource
+    valid: np.ndarray  # 1-D held-out ids, uint16 or uint32, at most valid_tokens + 1 of them
+    tokenizer: Tokenizer
+    facts: dict[str, Any]  # JSON for the run's manifest
+    unigram_loss: float | None  # nats per held-out target; None for streams
+
+
+def stdlib(
+    *,
+    seq_len: int,
+    seed: int,
+    valid_tokens: int,
+    cache: Path,
+    vocab_size: int,
+    progress: Callable[[str], None] = print_line,
+) -> TrainingData:
+    """The source text of Python's own standard library: a real corpus on every machine, without a network."""
+    check_vocabulary(bpe.NAME, bpe.SIZE, vocab_size)
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = _library_files(root)
+    if not paths:
+        raise ValueError(f"Python's standard library has no source files in {root}: use data=files")
+
+    def documents() -> Iterator[tuple[str, bool]]:
+        for path in paths:
+            text = path.read_bytes().decode("utf-8", errors="replace")
+            yield text, held_out(path.relative_to(root).as_posix().encode())
+
+    folder = Path(cache) / f"stdlib-{fingerprint(FORMAT, files_fingerprint(paths))}"
+    corpus = tokenised(folder, documents, None, progress)
+    return _from_corpus(corpus, "stdlib", seq_len, seed, valid_tokens)
+
+
+def files(
+    train: str | Sequence[str] | None = None,
+    valid: str | Sequence[str] | None = None,
+    tokenizer: str | None = None,
+    text: str = "text",
+    *,
+    seq_len: int,
+    seed: int,
+    valid_tokens: int,
+    cache: Path,
+    vocab_size: int,
+    progress: Callable[[str], None] = print_line,
+) -> TrainingData:
+    """Local files by glob: .txt, .jsonl (.gz, .xz, .zst) and .parquet in any mix.
+
+    Without `valid` a fixed part is held out (holdout.py); without `tokenizer` a BPE of 4096 entries is
+    trained on the rest. Raises ValueError naming the key, glob, file or line at fault.
+    """
+    if not train:
+        raise ValueError("data.train is not set: give the files as a glob, such as data.train='texts/**/*.txt'")
+    encoder = load_tokenizer(tokenizer) if tokenizer else None
+    if encoder is None:
+        check_vocabulary(bpe.NAME, bpe.SIZE, vocab_size)
+    else:
+        check_vocabulary(encoder.name, encoder.size, vocab_size)
+    train_paths = expand(train, "data.train")
+    valid_paths = expand(valid, "data.valid") if valid else []
+    both = {path.resolve() for path in train_paths} & {path.resolve() for path in valid_paths}
+    if both:
+        raise ValueError(f"{min(both)} is both in data.train and in data.valid")
+
+    key = fingerprint(
+        FORMAT,
+        encoder.fingerprint if encoder else bpe.NAME,
+        text,
+        files_fingerprint(train_paths),
+        files_fingerprint(valid_paths),
+    )
+    labelled = _label(train_paths, valid_paths, text)
+    corpus = tokenised(Path(cache) / f"files-{key}", labelled, encoder, progress)
+    return _from_corpus(corpus, "files", seq_len, seed, valid_tokens)
+
+
+def hub_stream(
+    path: str,
+    tokenizer: str,
+    name: str | None = None,
+    split: str = "train",
+    text: str = "text",
+    revision: str = "main",
+    streams: int = 64,
+    *,
+    seq_len: int,
+    seed: int,
+    valid_tokens: int,
+    cache: Path,
+    vocab_size: int,
+    progress: Callable[[str], None] = print_line,
+) -> TrainingData:
+    """A data set of the hub, streamed: nothing but the held-out tokens is stored.
+
+    Held out are the first documents of the last file, which training never reads; of a single file training
+    skips them. The files are dealt out to the streams in an order that the seed shuffles.
+    """
+    if streams < 1:
+        raise ValueError(f"data.streams must be 1 or more, not {streams}")
+    encoder = load_tokenizer(tokenizer)
+    check_vocabulary(encoder.name, encoder.size, vocab_size)
+    hub = open_hub(path, name, split, text, revision)
+    key = fingerprint(FORMAT, encoder.fingerprint, path, name, split, text, hub.revision, valid_tokens)
+    folder = Path(cache) / f"hub-{key}"
+    index = prepared(folder, lambda partial: _write_held_out(partial, hub, encoder, valid_tokens), progress)
+    valid = _held_out_ids(read_tokens(folder / "valid.bin"), valid_tokens)
+
+    last = hub.files - 1
+    skipped = index["valid"]["documents"] if last == 0 else 0
+    dealt = permute(np.arange(max(1, last)), max(1, last), (seed,)).tolist()
+    count = min(streams, len(dealt))
+    train = StreamRows(
+        lambda file, first: hub.documents(file, first + skipped),
+        [dealt[number::count] for number in range(count)],
+        encoder,
+        seq_len,
+    )
+    facts = {
+        "data": path,
+        "name": name,
+        "split": split,
+        "revision": hub.revision,
+        "files": hub.files,
+        "streams": count,
+        **_tokenizer_facts(encoder),
+        "held_out_content": index["valid"]["text"],
+        "held_out_tokens": max(0, len(valid) - 1),
+    }
+    return TrainingData(train, valid, encoder, facts, None)
+
+
+def _library_files(root: Path) -> list[Path]:
+    paths: list[Path] = []
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in NOT_LIBRARY and not name.startswith("config-")]
+        paths += [Path(folder, name) for name in names if name.endswith(".py") and not name.startswith(GENERATED)]
+    return sorted(path for path in paths if path.is_file())
+
+
+def _label(train: list[Path], valid: list[Path], text: str) -> Labelled:
+    def by_file() -> Iterator[tuple[str, bool]]:
+        yield from ((document, False) for document in read_documents(train, text))
+        yield from ((document, True) for document in read_documents(valid, text))
+
+    if valid:
+        return by_file
+    return lambda: label_by_content(lambda: read_documents(train, text))
+
+
+def _from_corpus(corpus: Corpus, data: str, seq_len: int, seed: int, valid_tokens: int) -> TrainingData:
+    index = corpus.index
+    if not index["train"]["documents"]:
+        raise ValueError(f"data={data}: there is no document to train on")
+    rows = TokenRows(corpus.train, seq_len, seed)
+    valid = _held_out_ids(corpus.valid, valid_tokens)
+    facts = {
+        "data": data,
+        "content": fingerprint(index["train"]["text"], index["valid"]["text"]),
+        **_tokenizer_facts(corpus.tokenizer),
+        "documents": index["train"]["documents"],
+        "tokens": index["train"]["tokens"],
+        "held_out_documents": index["valid"]["documents"],
+        "held_out_tokens": len(valid) - 1,
+    }
+    loss = unigram_loss(np.array(index["train_counts"]), valid[1:])
+    return TrainingData(rows, valid, corpus.tokenizer, facts, loss)
+
+
+def _held_out_ids(tokens: np.ndarray, valid_tokens: int) -> np.ndarray:
+    if valid_tokens < 1:
+        raise ValueError(f"valid_tokens must be 1 or more, not {valid_tokens}")
+    if len(tokens) < 2:
+        raise ValueError(f"the held-out part has {len(tokens)} tokens, too few to evaluate: give more data")
+    return tokens[: valid_tokens + 1]
+
+
+def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "tokenizer": tokenizer.name,
+        "tokenizer_hash": tokenizer.fingerprint,
+        "vocabulary": tokenizer.size,
+    }
+
+
+def _write_held_out(folder: Path, hub: HubFiles, tokenizer: Tokenizer, valid_tokens: int) -> dict[str, Any]:
+    part = Part(folder / "valid.bin", tokenizer)
+    pairs = ((document, True) for document in hub.documents(hub.files - 1, 0))
+    left = valid_tokens + 1
+    for document, _, ids in with_ids(pairs, tokenizer):
+        part.write(document, ids)
+        left -= len(ids)
+        if left <= 0:
+            break
+    return {"valid": part.close()}

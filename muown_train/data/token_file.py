@@ -1,0 +1,72 @@
+"""Token ids on disk, in the `.bin` layout of llm.c and modded-nanogpt.
+
+256 int32 of header (magic, version, number of tokens, zeros), then the ids, little-endian: uint16 under
+[20240520, 1], uint32 under [20240801, 7] for vocabularies above 65536. The number of tokens takes two words
+here (int64), which only a file of more than 2^31 - 1 tokens shows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+HEADER_BYTES = 256 * 4
+KINDS = {2: (20240520, 1), 4: (20240801, 7)}  # bytes of an id -> magic, version
+
+
+class TokenWriter:
+    """Writes ids of `dtype` (uint16 or uint32) to `path`; closing it completes the header."""
+
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.count = 0
+        self._file = path.open("wb")
+        self._file.write(bytes(HEADER_BYTES))
+
+    def write(self, ids: np.ndarray) -> None:
+        self._file.write(np.ascontiguousarray(ids, dtype=self.dtype).tobytes())
+        self.count += len(ids)
+
+    def close(self) -> None:
+        header = np.zeros(256, dtype="<i4")
+        header[:2] = KINDS[self.dtype.itemsize]
+        header[2:4] = np.array([self.count], dtype="<i8").view("<i4")
+        self._file.seek(0)
+        self._file.write(header.tobytes())
+        self._file.close()
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()
+
+
+def read_tokens(path: Path) -> np.ndarray:
+    """The ids as a read-only memory map, 1-D uint16 or uint32.
+
+    Raises ValueError naming the file where it is no token file, of another version, or not complete.
+    """
+    with path.open("rb") as file:
+        raw = file.read(HEADER_BYTES)
+        size = file.seek(0, 2)
+    if len(raw) < HEADER_BYTES:
+        raise ValueError(f"{path} is truncated: {len(raw)} bytes are less than the header of a token file")
+    header = np.frombuffer(raw, dtype="<i4")
+    magic, version = int(header[0]), int(header[1])
+    width = next((width for width, kind in KINDS.items() if kind[0] == magic), None)
+    if width is None:
+        raise ValueError(f"{path} is not a token file: it begins with {magic}, not with 20240520 or 20240801")
+    if version != KINDS[width][1]:
+        raise ValueError(f"{path} is a token file of version {version}; version {KINDS[width][1]} is read")
+    count = int(header[2:4].view("<i8")[0])
+    if size != HEADER_BYTES + count * width:
+        raise ValueError(f"{path} should hold {count} tokens but has {(size - HEADER_BYTES) / width:g}")
+    if count == 0:
+        return np.empty(0, dtype=f"<u{width}")
+    return np.memmap(path, dtype=f"<u{width}", mode="r", offset=HEADER_BYTES, shape=(count,))

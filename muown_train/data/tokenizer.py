@@ -1,0 +1,167 @@
+"""Text <-> token ids behind one small interface, by a tokenizer.json on disk or on the hub."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from muown_train.data.documents import well_formed
+
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+PIECE = 2_000_000  # characters encoded in one go: the library takes about 100 bytes of memory for each
+BATCH_DOCUMENTS = 256
+BATCH_CHARACTERS = 1_000_000
+
+
+class Tokenizer(Protocol):
+    name: str
+    size: int  # one more than the largest id
+    end_of_text: int
+    fingerprint: str  # of all that decides the ids
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class HubTokenizer:
+    """A `tokenizer.json` of the `tokenizers` library.
+
+    Text is text: where a document spells a control token such as <|endoftext|>, its characters are encoded,
+    not the token. No start or end tokens are added. Lone surrogates are encoded as U+FFFD. Texts of more
+    than two million characters are encoded in pieces that begin at a line, which gives the same ids where
+    the tokenizer splits at line ends first, as the byte-level ones do.
+    """
+
+    def __init__(self, name: str, raw: bytes) -> None:
+        from tokenizers import AddedToken
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            backend = Backend.from_buffer(raw)
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"tokenizer {name} is not a file of the tokenizers library: {error}") from error
+        backend.no_truncation()
+        backend.no_padding()
+        found = next((token for token in END_OF_TEXT if backend.token_to_id(token) is not None), None)
+        if found is None:
+            raise ValueError(f"tokenizer {name} has no end-of-text token, none of {', '.join(END_OF_TEXT)}")
+        self.end_of_text = int(backend.token_to_id(found) or 0)
+        added = backend.get_added_tokens_decoder().get(self.end_of_text)
+        if added is None or not added.special:
+            backend.add_special_tokens([AddedToken(found, special=True, normalized=False)])
+        backend.encode_special_tokens = True
+        self.name = name
+        self.size: int = max(backend.get_vocab().values()) + 1
+        self.fingerprint = hashlib.blake2b(raw, digest_size=16).hexdigest()
+        self._backend = backend
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text, without end-of-text."""
+        pieces = [list(_pieces(well_formed(text))) for text in texts]
+        flat = [piece for text in pieces for piece in text]
+        encoded = iter(self._backend.encode_batch_fast(flat, add_special_tokens=False))
+        return [[i for _ in text for i in next(encoded).ids] for text in pieces]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids, control tokens spelt out."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def load_tokenizer(name: str) -> HubTokenizer:
+    """The tokenizer of a tokenizer.json, of a folder with one, or of a hub name such as
+    EleutherAI/gpt-neox-20b.
+
+    Raises ValueError where there is no such file or name, ConnectionError where the hub cannot be reached.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if path.is_file():
+        return HubTokenizer(name, path.read_bytes())
+    if path.name == "tokenizer.json" or name.endswith(".json") or name[:1] in "/.~" or name.count("/") > 1:
+        raise ValueError(f"data.tokenizer={name}: there is no file {path}")
+    return HubTokenizer(name, Path(_download(name)).read_bytes())
+
+
+def _download(name: str) -> str:
+    from huggingface_hub import errors, hf_hub_download
+
+    try:
+        return hf_hub_download(name, "tokenizer.json")
+    except errors.HFValidationError as error:
+        raise ValueError(f"data.tokenizer={name} is neither a file nor a name on the hub") from error
+    except errors.RepositoryNotFoundError as error:
+        raise ValueError(
+            f"data.tokenizer={name}: the hub has no such model, or it is private or gated and needs a login; "
+            "there is no file of that name either"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:  # also an EntryNotFoundError: must come first
+        raise ConnectionError(_no_hub(name, error)) from error
+    except errors.EntryNotFoundError as error:
+        raise ValueError(f"data.tokenizer={name}: this model has no tokenizer.json on the hub") from error
+    except Exception as error:  # HTTP libraries differ between versions of the hub's client
+        raise ConnectionError(_no_hub(name, error)) from error
+
+
+def _no_hub(name: str, error: Exception) -> str:
+    reason = str(error.__cause__ or error).splitlines() or [type(error).__name__]
+    return f"tokenizer {name} cannot be fetched from the hub ({reason[0]}); give the path of a tokenizer.json"
+
+
+def check_vocabulary(name: str, size: int, vocab_size: int) -> None:
+    """Raises ValueError where the model has too few entries for the tokenizer."""
+    if size > vocab_size:
+        raise ValueError(
+            f"tokenizer {name} has {size} entries but model.vocab_size is {vocab_size}: "
+            f"set model.vocab_size to at least {size}"
+        )
+
+
+def token_dtype(size: int) -> np.dtype:
+    """uint16 for ids below 65536, else uint32: what token files hold."""
+    return np.dtype("<u2") if size <= 65536 else np.dtype("<u4")
+
+
+def encode_documents(
+    texts: Iterable[str], tokenizer: Tokenizer, at_once: int = BATCH_CHARACTERS
+) -> Iterator[np.ndarray]:
+    """Ids of each document with end-of-text at its end, 1-D uint16 or uint32, in order.
+
+    About `at_once` characters are encoded together, on all cores where the tokenizer can.
+    """
+    dtype = token_dtype(tokenizer.size)
+    for batch in _batches(texts, at_once):
+        for ids in tokenizer.encode_batch(batch):
+            yield np.array([*ids, tokenizer.end_of_text], dtype=dtype)
+
+
+def _batches(texts: Iterable[str], at_once: int) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if len(batch) == BATCH_DOCUMENTS or characters >= at_once:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cuts after a single newline between two characters that are no space, never elsewhere."""
+    start = 0
+    while len(text) - start > PIECE:
+        cut = text.find("\n", start + PIECE)
+        while cut != -1 and (text[cut - 1].isspace() or text[cut + 1 : cut + 2].isspace()):
+            cut = text.find("\n", cut + 1)
+        if cut == -1:
+            break
+        yield text[start : cut + 1]
+        start = cut + 1
+    yield text[start:]

@@ -1,0 +1,223 @@
+"""The unmodified production configuration against a hub on the loopback, in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from muown_train.data.permutation import permute
+from tests.data.helpers import word_tokenizer_json
+from tests.data.hub_server import Hub
+
+ROOT = Path(__file__).parents[2]
+CORPUS = ROOT.parent / "shared" / "corpus"
+CARD = """---
+configs:
+- config_name: sample-100BT
+  data_files:
+  - split: train
+    path: sample/100BT/*
+---
+"""
+T = 32
+
+CLIENT = """
+import json, sys
+from pathlib import Path
+import yaml
+from hydra.utils import instantiate
+from muown_train.data.loader import Loader
+from tests.data.helpers import union
+
+published = yaml.safe_load(Path("configs/data/fineweb_edu.yaml").read_text())
+
+def attempt(cache, legs, config, run):
+    run = {"seq_len": 32, "seed": 0, "valid_tokens": 300, "vocab_size": 50280, "cache": Path(cache)} | run
+    load = instantiate(published | config)
+    data, state, batches = load(**run), None, []
+    for size, steps in legs:
+        loaders = [Loader(load(**run).train, 12, rank, size) for rank in range(size)]
+        for loader in loaders:
+            if state:
+                loader.load_state_dict(state)
+        for _ in range(steps):
+            parts = [next(loader) for loader in loaders]
+            rows = [parts[k % size].tokens[k // size].tolist() for k in range(12)]
+            batches.append([sum(part.hash for part in parts) % 2**64, rows])
+        state = json.loads(json.dumps(union(loader.state_dict() for loader in loaders)))
+        for loader in loaders:
+            loader.close()
+    return {"facts": data.facts, "valid": data.valid.tolist(), "batches": batches, "state": state}
+
+results = []
+for case in json.loads(sys.argv[1]):
+    try:
+        results.append(attempt(**case))
+    except Exception as error:
+        results.append({"error": type(error).__name__, "message": str(error)})
+print(json.dumps(results))
+"""
+
+
+def clients(environment, tmp_path, cases):
+    defaults = {"cache": str(tmp_path / "cache"), "legs": [], "config": {}, "run": {}}
+    done = subprocess.run(
+        [sys.executable, "-c", CLIENT, json.dumps([defaults | case for case in cases])],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def client(environment, tmp_path, **case):
+    return clients(environment, tmp_path, [case])[0]
+
+
+def texts_of(file):
+    return [f"Document {k} of file {file}: {'words ' * (k % 9)}." for k in range(300 if file < 4 else 60)]
+
+
+def build(root, files):
+    data = root / "datasets" / "HuggingFaceFW" / "fineweb-edu"
+    (data / "sample" / "100BT").mkdir(parents=True)
+    (data / "README.md").write_text(CARD)
+    for file in files:
+        table = pa.table({"id": [str(k) for k in range(len(texts_of(file)))], "text": texts_of(file)})
+        pq.write_table(table, data / "sample" / "100BT" / f"{file:03d}.parquet", row_group_size=64)
+    model = root / "models" / "EleutherAI" / "gpt-neox-20b"
+    model.mkdir(parents=True)
+    (model / "tokenizer.json").write_text(word_tokenizer_json())
+    (root / "models" / "HuggingFaceFW" / "other").mkdir(parents=True)
+    return root
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    with Hub(build(tmp_path_factory.mktemp("hub"), range(5))) as hub:
+        yield hub
+
+
+def decode(ids):
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(word_tokenizer_json()).decode(ids, skip_special_tokens=False)
+
+
+def test_streaming_from_the_hub(hub, tmp_path):
+    result = client(hub.environment(tmp_path), tmp_path, legs=[(1, 8)])
+    facts = result["facts"]
+    assert facts["files"] == 5 and facts["streams"] == 4 and facts["revision"] == hub.commit
+    assert facts["tokenizer"] == "EleutherAI/gpt-neox-20b" and facts["held_out_tokens"] == 300
+
+    assert len(result["valid"]) == 301
+    held_out = "<|endoftext|>".join(texts_of(4))
+    assert held_out.startswith(decode(result["valid"]))
+
+    rows = [row for _, batch in result["batches"] for row in batch]
+    order = permute(np.arange(4), 4, (0,)).tolist()
+    for number, file in enumerate(order):
+        own = rows[number::4]
+        joined = own[0][:1] + [token for row in own for token in row[1:]]
+        assert "<|endoftext|>".join(texts_of(file)).startswith(decode(joined))
+
+
+def test_ranks_and_resumes_see_the_same_rows(hub, tmp_path):
+    environment = hub.environment(tmp_path)
+    alone = client(environment, tmp_path, legs=[(1, 200)])
+    # stopped first in the middle of the files, then near their ends, and at last in their second epoch
+    changing = client(environment, tmp_path, legs=[(2, 37), (1, 110), (4, 30), (3, 23)])
+    assert changing["batches"] == alone["batches"]
+    assert changing["state"]["rows"] == alone["state"]["rows"] == 200 * 12
+    assert all(cursor["epoch"] == 1 for cursor in alone["state"]["streams"].values())
+
+
+def test_of_a_single_file_training_skips_what_is_held_out(tmp_path):
+    with Hub(build(tmp_path / "hub", [0])) as hub:
+        result = client(hub.environment(tmp_path), tmp_path, legs=[(1, 1)], run={"valid_tokens": 100})
+    held_out = decode(result["valid"]).split("<|endoftext|>")
+    whole = [text for text in texts_of(0) if text in held_out]
+    assert result["facts"]["streams"] == 1 and whole
+    first = decode(result["batches"][0][1][0])
+    skipped = len(held_out)  # the last one held out is cut, and skipped too
+    assert texts_of(0)[skipped].startswith(first[:20])
+
+
+def test_a_vocabulary_too_small_is_an_error_before_the_data_are_looked_up(hub, tmp_path):
+    before = len(hub.requests)
+    result = client(hub.environment(tmp_path), tmp_path, run={"vocab_size": 100})
+    assert result["error"] == "ValueError"
+    assert result["message"] == (
+        "tokenizer EleutherAI/gpt-neox-20b has 257 entries but model.vocab_size is 100: "
+        "set model.vocab_size to at least 257"
+    )
+    assert not [path for _, path in hub.requests[before:] if "/datasets/" in path]
+
+
+def test_errors_before_training(hub, tmp_path):
+    expected = [
+        ({"path": "nobody/nothing"}, "the hub has no data set nobody/nothing"),
+        ({"path": "no/such/name"}, "data.path='no/such/name' is not a name of a data set"),
+        ({"name": "sample-1BT"}, "data set HuggingFaceFW/fineweb-edu (sample-1BT)"),
+        ({"split": "test"}, "split 'test'"),
+        ({"text": "body"}, "has no column 'body' (data.text); its columns: id, text"),
+        ({"revision": "v9"}, "has no revision 'v9' (data.revision)"),
+        ({"tokenizer": "nobody/nothing"}, "data.tokenizer=nobody/nothing: the hub has no such model"),
+        ({"tokenizer": "HuggingFaceFW/other"}, "this model has no tokenizer.json"),
+        ({"streams": 0}, "data.streams must be 1 or more, not 0"),
+    ]
+    results = clients(hub.environment(tmp_path), tmp_path, [{"config": config} for config, _ in expected])
+    for (config, message), result in zip(expected, results, strict=True):
+        assert result.get("error") == "ValueError", (config, result)
+        assert message in result["message"] and "\n" not in result["message"], (config, result)
+
+
+@pytest.mark.parametrize(
+    "name", ["HuggingFaceFW/fineweb-edu", pytest.param("EleutherAI/gpt-neox-20b", marks=pytest.mark.slow)]
+)
+def test_no_hub(hub, tmp_path, name):
+    """For the tokenizer the hub's client tries again for half a minute."""
+    local = str(hub.root / "models" / "EleutherAI" / "gpt-neox-20b")
+    config = {"tokenizer": local} if name.startswith("HuggingFaceFW") else {}
+    dead = {**hub.environment(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    result = client(dead, tmp_path, config=config)
+    assert result["error"] == "ConnectionError", result
+    assert name in result["message"] and "refused" in result["message"] and "\n" not in result["message"]
+
+
+def test_a_hub_that_goes_away_while_streaming(hub, tmp_path):
+    path = hub.root / "datasets" / "HuggingFaceFW" / "fineweb-edu" / "sample" / "100BT" / "004.parquet"
+    kept = path.read_bytes()
+    path.write_bytes(kept[:200] + bytes(len(kept) - 200))  # not a parquet file any more
+    try:
+        result = client(hub.environment(tmp_path), tmp_path)
+    finally:
+        path.write_bytes(kept)
+    assert result["error"] == "ConnectionError"
+    assert "data set HuggingFaceFW/fineweb-edu (sample-100BT): reading file 4 failed" in result["message"]
+
+
+@pytest.mark.skipif(not CORPUS.is_dir(), reason="needs the corpus")
+def test_the_corpus_under_the_name_of_fineweb_edu(tmp_path):
+    root = build(tmp_path / "hub", [])
+    for path in CORPUS.glob("train-*.parquet"):
+        (root / "datasets/HuggingFaceFW/fineweb-edu/sample/100BT" / path.name).symlink_to(path)
+    with Hub(root) as hub:
+        result = client(hub.environment(tmp_path), tmp_path, legs=[(1, 3), (2, 2)])
+    assert result["facts"]["files"] == 8 and result["facts"]["streams"] == 7
+    rows = np.array([row for _, batch in result["batches"] for row in batch])
+    assert rows.shape == (60, T + 1) and rows.max() <= 256
+    order = permute(np.arange(7), 7, (0,)).tolist()
+    shard = sorted(CORPUS.glob("train-*.parquet"))[order[0]]
+    first = pq.ParquetFile(shard).read_row_group(0, columns=["text"]).column(0)[0].as_py()
+    assert first.startswith(decode(rows[0].tolist())[:20])

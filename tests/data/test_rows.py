@@ -1,0 +1,50 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muown_train.data.rows import TokenRows
+
+
+@given(st.integers(2, 400), st.integers(1, 30), st.integers(0, 5), st.integers(0, 3))
+def test_an_epoch_has_each_token_as_a_target_once(count, seq_len, seed, epoch):
+    if count <= seq_len:
+        return
+    tokens = np.arange(count, dtype=np.uint16)
+    rows = TokenRows(tokens, seq_len, seed)
+    taken = rows.take(range(epoch * rows.rows, (epoch + 1) * rows.rows))
+    assert taken.dtype == np.int32
+    assert (np.diff(taken, axis=1) == 1).all()
+    assert sorted(taken[:, 1:].ravel().tolist()) == list(range(1, rows.rows * seq_len + 1))
+    assert count - 1 - rows.rows * seq_len < seq_len
+
+
+@given(st.lists(st.integers(0, 500), max_size=30), st.randoms())
+def test_a_row_depends_on_its_number_alone(indices, random):
+    tokens = np.random.default_rng(0).integers(0, 60000, 1000).astype(np.uint16)
+    rows = TokenRows(tokens, 7, seed=3)
+    together = rows.take(indices)
+    order = list(range(len(indices)))
+    random.shuffle(order)
+    for k in order:
+        np.testing.assert_array_equal(rows.take([indices[k]])[0], together[k])
+
+
+def test_epochs_and_seeds_are_shuffled_differently():
+    tokens = np.arange(1001, dtype=np.uint16)
+    rows = TokenRows(tokens, 10, seed=0)
+    first, second = rows.numbers(range(100)).tolist(), rows.numbers(range(100, 200)).tolist()
+    other = TokenRows(tokens, 10, seed=1).numbers(range(100)).tolist()
+    assert first != second != other != first
+    assert first != sorted(first)
+
+
+def test_fewer_tokens_than_a_row_is_an_error():
+    with pytest.raises(ValueError, match=r"have 16 tokens, fewer than one row of seq_len \+ 1 = 17"):
+        TokenRows(np.zeros(16, dtype=np.uint16), 16, 0)
+    assert TokenRows(np.zeros(17, dtype=np.uint16), 16, 0).take([5]).shape == (1, 17)
+
+
+def test_ids_above_65536_are_kept():
+    tokens = np.array([70000, 151645, 3], dtype=np.uint32)
+    assert TokenRows(tokens, 2, 0).take([0]).tolist() == [[70000, 151645, 3]]
