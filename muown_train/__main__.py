@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -12,6 +14,20 @@ from omegaconf.errors import OmegaConfBaseException
 from muown_train.config import CONFIG_DIR, one_sentence, register_resolvers, run_name
 
 
+@contextmanager
+def explained() -> Iterator[None]:
+    """What a user can cause ends with one sentence and exit status 1; with MUOWN_TRACEBACK=1 where it came from."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command goes on from the last checkpoint")
+    except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
+        if os.environ.get("MUOWN_TRACEBACK") == "1":
+            raise
+        rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+        sys.exit(f"{rank}error: {one_sentence(error, sys.argv[1:])}")
+
+
 @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="train")
 def train(config: DictConfig) -> None:
     """Build the run of a configuration and train it."""
@@ -20,8 +36,9 @@ def train(config: DictConfig) -> None:
     from muown_train.report import finish
 
     chosen = HydraConfig.get()
-    name = run_name(chosen.runtime.choices, list(chosen.overrides.task), config.seed)
-    with world() as here:
+    # Hydra reports what leaves this function in its own words, but lets an exit pass
+    with explained(), world() as here:
+        name = run_name(chosen.runtime.choices, list(chosen.overrides.task), config.seed)
         run = build(config, name, here)
         already = run.trainer.resume()
         try:
@@ -33,21 +50,15 @@ def train(config: DictConfig) -> None:
 
 
 def main() -> None:
-    """Entry of the command line; what a user can cause ends with one sentence and exit status 1."""
+    """Entry of the command line."""
     register_resolvers()
-    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors in the overrides reach `explained`
     try:
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # so that errors reach this function
-        train()
-    except KeyboardInterrupt:
-        sys.exit("interrupted; the same command goes on from the last checkpoint")
-    except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
-        if wants_traceback:
-            raise
-        rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-        sys.exit(f"{rank}error: {one_sentence(error, sys.argv[1:])}")
+        with explained():
+            train()
     finally:
-        if not wants_traceback:
+        if before is None:
             del os.environ["HYDRA_FULL_ERROR"]
 
 

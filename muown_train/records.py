@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 Line = dict[str, Any]
 
+_VALID = ("valid/loss", "valid/perplexity")
+
 
 class Sink(Protocol):
     """Something that is shown every line of metrics."""
@@ -122,7 +124,8 @@ class LiveConsole:
     def lines(self, lines: Sequence[Line]) -> None:
         for line in lines:
             if "valid/loss" in line:
-                self.progress.console.print(describe(line, self.steps), highlight=False)
+                short = {key: line[key] for key in ("step", "train/loss", *_VALID) if key in line}
+                self.progress.console.print(describe(short, self.steps), highlight=False)
         last = lines[-1]
         if "train/loss" in last:
             speed = last.get("system/tokens_per_second")
