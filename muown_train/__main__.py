@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from muown_train.config import CONFIG_DIR, one_sentence, register_resolvers, run_name
+from muown_train.config import CONFIG_DIR, check_overrides, one_sentence, register_resolvers, run_name
 
 
 @contextmanager
@@ -38,6 +38,7 @@ def train(config: DictConfig) -> None:
     chosen = HydraConfig.get()
     # Hydra reports what leaves this function in its own words, but lets an exit pass
     with explained(), world() as here:
+        check_overrides(chosen.overrides.task)
         name = run_name(chosen.runtime.choices, list(chosen.overrides.task), config.seed)
         run = build(config, name, here)
         already = run.trainer.resume()

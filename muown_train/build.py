@@ -3,16 +3,12 @@
 Everything that can be wrong is found before data are read or fetched, and before the run's folder is touched.
 """
 
-import inspect
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
@@ -23,8 +19,9 @@ from muown_train.config import check_name, nearest
 from muown_train.data.loader import Loader
 from muown_train.data.sources import TrainingData
 from muown_train.distributed import World
+from muown_train.factory import check_settings, factory, is_number
 from muown_train.models.language_model import LanguageModel
-from muown_train.optim import Combined, param_groups
+from muown_train.optim import Combined, param_groups, shard
 from muown_train.records import Metrics, Sink, console
 from muown_train.trainer import Schedule, Settings, Trainer
 
@@ -35,7 +32,7 @@ _WHAT_MAY_NOT_CHANGE = ("model", "data", "seq_len", "batch_tokens", "seed")
 class TopLevel:
     """The plain keys of train.yaml, checked."""
 
-    name: str
+    name: str | int
     out: str
     cache: str | None
     seed: int
@@ -46,6 +43,7 @@ class TopLevel:
     micro_batch: int
     precision: str
     compile: bool
+    shard_optimizer: bool
     grad_clip: float | None
     eval_every: int
     valid_tokens: int
@@ -57,27 +55,26 @@ class TopLevel:
 
     def __post_init__(self) -> None:
         check_name(self.name)
+        for key, allowed in (("out", str), ("cache", str | None)):
+            if not isinstance(getattr(self, key), allowed):
+                raise ValueError(f"{key}={getattr(self, key)!r} must be a folder")
         for key in ("seq_len", "batch_tokens", "micro_batch", "eval_every", "valid_tokens", "save_every"):
             self._whole(key, 1)
         for key, least in (("keep_checkpoints", 1), ("log_every", 1), ("sample_tokens", 0), ("seed", 0)):
             self._whole(key, least)
         for key in ("tokens", "tokens_per_parameter", "grad_clip"):
             value = getattr(self, key)
-            if value is not None and not (_is_number(value) and 0 < value < float("inf")):
+            if value is not None and not (is_number(value) and value > 0):
                 raise ValueError(f"{key}={value!r} must be a positive number or null")
-        for key in ("compile", "paper_exact"):
+        for key in ("compile", "shard_optimizer", "paper_exact"):
             if not isinstance(getattr(self, key), bool):
                 raise ValueError(f"{key}={getattr(self, key)!r} must be true or false")
 
     def _whole(self, key: str, least: int) -> None:
         value = getattr(self, key)
-        if not _is_number(value) or value != int(value) or value < least:
+        if not is_number(value) or value != int(value) or not least <= value < 2**63:
             raise ValueError(f"{key}={value!r} must be a whole number of at least {least}")
         setattr(self, key, int(value))  # 5e9 is a float in YAML
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass
@@ -108,22 +105,29 @@ def build(config: DictConfig, name: str, world: World) -> Run:
 
     torch.manual_seed(top.seed)
     model: LanguageModel = factory(resolved, "model")().to(world.device)
+    if model.seq_len < top.seq_len:
+        raise ValueError(
+            f"model.seq_len={model.seq_len} is shorter than seq_len={top.seq_len}, the rows it is to train on"
+        )
     parameters = sum(p.numel() for p in model.parameters())
     steps = updates(top.tokens, top.tokens_per_parameter, parameters, top.batch_tokens)
-    schedule: Schedule = factory(resolved, "schedule")
+    schedule: Schedule = factory(resolved, "schedule", given=["step", "steps"])
     schedule(0, steps)  # an impossible setting is found now
     optimizer = make_optimizer(resolved, model)
+    if top.shard_optimizer and world.size > 1:
+        shard(optimizer)
     tracking: Sink | None = factory(resolved, "tracking")() if resolved["tracking"] else None
 
-    folder = Path(top.out) / top.name
+    folder = Path(top.out) / str(top.name)
     refuse_other_run(folder, resolved)
-    data: TrainingData = factory(resolved, "data")(
-        seq_len=top.seq_len,
-        seed=top.seed,
-        valid_tokens=top.valid_tokens,
-        cache=cache_folder(top.cache),
-        vocab_size=model.vocab_size,
-    )
+    from_run = {
+        "seq_len": top.seq_len,
+        "seed": top.seed,
+        "valid_tokens": top.valid_tokens,
+        "cache": cache_folder(top.cache),
+        "vocab_size": model.vocab_size,
+    }
+    data: TrainingData = factory(resolved, "data", given=[*from_run, "progress"])(**from_run)
     settings = Settings(
         steps=steps,
         batch_tokens=top.batch_tokens,
@@ -169,42 +173,23 @@ def top_level(resolved: dict[str, Any], name: str) -> TopLevel:
         if key not in (*known, *groups):
             raise ValueError(f"there is no key {key}{nearest(key, (*known, *groups))}")
     plain = {key: resolved[key] for key in known}
-    plain["name"] = plain["name"] or name
+    if plain["name"] is None:
+        plain["name"] = name
     return TopLevel(**plain)
-
-
-def factory(resolved: dict[str, Any], section: str) -> partial[Any]:
-    """The `_target_` of a section with its settings; a setting that it does not have is an error.
-
-    Args:
-        section: dotted path of a mapping such as `optim.rest`.
-    """
-    node: Any = resolved
-    for part in section.split("."):
-        node = node[part]
-    made: partial[Any] = instantiate({**node, "_partial_": True, "_convert_": "all"})
-    check_settings(made.keywords, made, section)
-    return made
-
-
-def check_settings(settings: Iterable[str], target: partial[Any], section: str) -> None:
-    """Error if a setting is no argument of the target, with the nearest one that is."""
-    allowed = list(inspect.signature(target.func).parameters)
-    for key in settings:
-        if key not in allowed:
-            raise ValueError(f"{section}.{key} is no setting of {target.func.__name__}{nearest(key, allowed)}")
 
 
 def make_optimizer(resolved: dict[str, Any], model: nn.Module) -> Combined:
     """The matrices to the chosen optimizer, the rest to `optim.rest`, each role with its own settings."""
     optim, rest = dict(resolved["optim"]), dict(resolved["optim"]["rest"])
     row_blocks = optim.pop("row_blocks")
+    if not isinstance(row_blocks, bool):
+        raise ValueError(f"optim.row_blocks={row_blocks!r} must be true or false")
     of_role = {role: rest.pop(role, None) or {} for role in ("embedding", "head", "vector")}
     del optim["rest"]
-    for_matrices = factory({"optim": optim}, "optim")
-    for_rest = factory({"optim": {"rest": rest}}, "optim.rest")
+    for_matrices = factory({"optim": optim}, "optim", given=["params"])
+    for_rest = factory({"optim": {"rest": rest}}, "optim.rest", given=["params"])
     for role, settings in of_role.items():
-        check_settings(settings, for_rest, f"optim.rest.{role}")
+        check_settings(settings, for_rest, f"optim.rest.{role}", given=["params"])
     matrices, others = param_groups(model, blocks=row_blocks)
     return Combined(for_matrices(matrices), for_rest([group | of_role[group["role"]] for group in others]))
 

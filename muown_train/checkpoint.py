@@ -84,7 +84,10 @@ class ModelState:
 
 
 class OptimizerState:
-    """Optimizer state by canonical parameter name. Hyper-parameters are the configuration's, never the checkpoint's."""
+    """Optimizer state by canonical parameter name. Hyper-parameters are the configuration's, never the checkpoint's.
+
+    Of a sharded optimizer `state_dict` is what this rank owns; `load_state_dict` takes the union and keeps as much.
+    """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         self.optimizer = optimizer

@@ -9,7 +9,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -18,7 +18,17 @@ CONFIG_DIR = next(
     folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if (folder / "train.yaml").exists()
 )
 GROUPS = ("model", "optim", "data", "schedule", "tracking", "experiment")
-_NOT_IN_NAME = ("name", "out", "cache", "tracking", "log_every", "keep_checkpoints", "sample_tokens", "hydra")
+_NOT_IN_NAME = (
+    "name",
+    "out",
+    "cache",
+    "tracking",
+    "log_every",
+    "keep_checkpoints",
+    "sample_tokens",
+    "shard_optimizer",
+    "hydra",
+)
 _LONGEST_NAME = 120
 _NAME = "A-Za-z0-9._=+,-"  # what a run's name may consist of
 
@@ -67,19 +77,19 @@ def check_name(name: Any) -> str:
 def one_sentence(error: BaseException, overrides: list[str]) -> str:
     """What went wrong, for a person: unwrapped from Hydra's layers, with the nearest name that exists."""
     text = str(error)
+    for override in overrides:
+        if not _parses(override):
+            return f"cannot read {override!r}: settings are key=value, text with special characters in quotes"
+        group, _, option = override.lstrip("+").partition("=")
+        if group in _groups() and option not in _groups()[group]:
+            others = ", ".join(_groups()[group]) or "none"
+            return f"there is no {override}{nearest(option, _groups()[group])}; there are {others}"
     if unknown := re.search(r"Could not override '([^']+)'", text):
         key, known = unknown.group(1), known_keys(overrides)
-        if key in known:  # a mapping was given for it
-            entries = [name for name in known if name.startswith(f"{key}.")]
-            return f"a key of {key} is not among {', '.join(entries)}; further ones are given as +{key}.KEY=VALUE"
-        return f"there is no key {key}{nearest(key, known)}"
-    if missing := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
-        return _no_option(*missing.groups())
-    if "Config group override must be" in text:  # model=500 is read as a number
-        return next(_no_option(*o.split("=", 1)) for o in overrides if re.match(rf"({'|'.join(GROUPS)})=[^a-z]", o))
-    if isinstance(error, OverrideParseException):
-        broken = next((o for o in overrides if not _parses(o)), "")
-        return f"cannot read {broken!r}: settings are given as key=value, text with special characters in quotes"
+        if key not in known:
+            return f"there is no key {key}{nearest(key, known)}"
+        entries = [name for name in known if name.startswith(f"{key}.")]  # a mapping was given for it
+        return f"a key of {key} is not among {', '.join(entries)}; further ones are given as +{key}.KEY=VALUE"
     while error.__cause__ is not None and type(error).__module__.startswith(("hydra", "omegaconf")):
         error = error.__cause__
     lines = [line for line in str(error).splitlines() if line.strip()]
@@ -88,9 +98,22 @@ def one_sentence(error: BaseException, overrides: list[str]) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _no_option(group: str, option: str) -> str:
-    options = sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
-    return f"there is no {group}={option}{nearest(option, options)}; there are {', '.join(options) or 'none'}"
+def check_overrides(overrides: Iterable[str]) -> None:
+    """Refuse what Hydra would allow and no configuration survives: removing a key.
+
+    Raises:
+        ValueError: naming it.
+    """
+    for override in overrides:
+        if override.startswith("~"):
+            raise ValueError(f"{override}: settings cannot be removed, give another value")
+
+
+def _groups() -> dict[str, list[str]]:
+    """The options of every config group."""
+    folders = [folder for folder in CONFIG_DIR.rglob("*") if folder.is_dir()]
+    found = {f.relative_to(CONFIG_DIR).as_posix(): sorted(path.stem for path in f.glob("*.yaml")) for f in folders}
+    return {group: [] for group in GROUPS} | found
 
 
 def _parses(override: str) -> bool:
@@ -109,7 +132,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def known_keys(overrides: list[str]) -> list[str]:
     """Every key, dotted, of the configuration with the choices among these overrides."""
-    choices = [o for o in overrides if o.split("=")[0] in GROUPS]
+    choices = [o for o in overrides if o.split("=")[0] in _groups()]
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         return list(_dotted(OmegaConf.to_container(compose("train", choices), resolve=False)))
 

@@ -15,8 +15,8 @@ def summarize(lines: Sequence[Line]) -> dict[str, Any]:
     return {
         "step": final["step"],
         "tokens": final["tokens"],
-        "valid/loss": final["valid/loss"],
-        "valid/perplexity": final["valid/perplexity"],
+        "valid/loss": float(final["valid/loss"]),  # "nan" is a string in JSON
+        "valid/perplexity": float(final["valid/perplexity"]),
         "seconds": final["time"],
         "tokens_per_second": sorted(speeds)[len(speeds) // 2] if speeds else None,
     }
@@ -44,7 +44,7 @@ def finish(run: Run, already: bool) -> None:
     for sink in run.trainer.sinks:
         sink.finish(summary)
     unigram = run.data.unigram_loss
-    plot_losses(lines, run.folder / "loss.png", run.config.name, unigram)
+    plot_losses(lines, run.folder / "loss.png", run.folder.name, unigram)
     loss = f"validation loss {summary['valid/loss']:.4f}, perplexity {summary['valid/perplexity']:.2f}"
     print(f"\n{loss}" + (f" (a unigram model of the same text: {unigram:.4f})" if unigram else ""))
     if summary["tokens_per_second"]:

@@ -4,11 +4,13 @@ next(loader) -> summed loss / global count of targets -> backward (gradients are
 only) -> clip -> lr = base * schedule(step) -> optimizer.step() -> zero_grad -> at boundaries log, evaluate, save.
 """
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,6 +57,15 @@ class Update:
     waited: float  # seconds for data
 
 
+def replicated(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model under DDP; its buffers are constants and need no synchronisation."""
+    names = inspect.signature(DistributedDataParallel).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"  # since, before 2.13
+    devices = [device] if device.type == "cuda" else None
+    options: dict[str, Any] = {buffers: False}
+    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **options)
+
+
 class Trainer:
     """Trains a model on the rows of a loader; the same calls on every rank.
 
@@ -82,12 +93,7 @@ class Trainer:
         self.metrics, self.sinks = metrics, sinks
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.base_lrs = [group["lr"] for group in optimizer.param_groups]
-        self.replica: nn.Module = model
-        if world.size > 1:
-            devices = [world.device] if world.device.type == "cuda" else None
-            self.replica = DistributedDataParallel(
-                model, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False
-            )
+        self.replica = model if world.size == 1 else replicated(model, world.device)
         self.step = self.tokens = 0
         self.seconds = 0.0  # of training, without evaluation and saving, over all restarts
         self.pending: list[Update] = []

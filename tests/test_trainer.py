@@ -21,9 +21,20 @@ def weights(run) -> list[torch.Tensor]:
     return [p.detach().clone() for p in run.model.parameters()]
 
 
-@pytest.mark.parametrize("optim", ["muown", "muon", "adamw"])
-def test_each_optimizer_learns(corpus, tmp_path, optim):
-    trained(corpus, tmp_path, f"optim={optim}", "optim.lr=0.01", "tokens=10000")
+OPTIMIZERS = {
+    "muown": 0.01,
+    "muon": 0.01,
+    "normuon": 0.01,
+    "normuown": 0.01,
+    "soap": 0.01,
+    "lion": 0.002,
+    "adamw": 0.01,
+}
+
+
+@pytest.mark.parametrize("optim, lr", OPTIMIZERS.items())
+def test_each_optimizer_learns(corpus, tmp_path, optim, lr):
+    trained(corpus, tmp_path, f"optim={optim}", f"optim.lr={lr}", "tokens=10000")
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(40))
     valid = [line["valid/loss"] for line in lines if "valid/loss" in line]
@@ -72,6 +83,30 @@ def test_killed_at_any_step_it_goes_on_bit_for_bit(corpus, tmp_path, monkeypatch
     saved, logged = (max(range(0, killed_at + 1, every)) for every in (4, 3))
     if saved == 0 or logged > saved:
         assert (tmp_path / "run" / "metrics.rolled_back.jsonl").exists()
+
+
+@pytest.mark.parametrize("optim, lr", OPTIMIZERS.items())
+def test_each_optimizer_goes_on_bit_for_bit_after_a_kill(corpus, tmp_path, monkeypatch, optim, lr):
+    settings = (f"optim={optim}", f"optim.lr={lr}")
+    if optim == "soap":  # refinements of its eigenvectors before and after the checkpoint at 8
+        settings += ("optim.precondition_frequency=3",)
+    whole = trained(corpus, tmp_path / "whole", *settings)
+    run = built(corpus, tmp_path / "killed", *settings)
+    step = Trainer.train_step
+
+    def kill(trainer):
+        if trainer.step == 10:
+            raise Killed
+        return step(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", kill)
+        with pytest.raises(Killed):
+            run.trainer.fit()
+    run.trainer.loader.close()
+    resumed = trained(corpus, tmp_path / "killed", *settings)
+    assert all(torch.equal(a, b) for a, b in zip(weights(resumed), weights(whole), strict=True))
+    assert losses(tmp_path / "killed" / "run") == losses(tmp_path / "whole" / "run")
 
 
 def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(corpus, tmp_path, uninterrupted, capsys):

@@ -26,7 +26,7 @@ def expand(patterns: str | Sequence[str], key: str = "data.train") -> list[Path]
     Raises ValueError naming `key` and the glob that matches no file or the file of an unknown kind.
     """
     paths: set[Path] = set()
-    for pattern in [patterns] if isinstance(patterns, str) else list(patterns):
+    for pattern in patterns if isinstance(patterns, list | tuple) else [patterns]:
         if not isinstance(pattern, str) or not pattern:
             raise ValueError(f"{key} must be a glob or a list of globs, but holds {pattern!r}")
         full = str(Path(pattern).expanduser())
@@ -78,7 +78,7 @@ def _read_jsonl(path: Path, text: str) -> Iterator[str]:
                 continue
             try:
                 record = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise ValueError(f"{path} line {number} is not JSON: {error}") from error
             if not isinstance(record, dict):
                 raise ValueError(f"{path} line {number} is a {type(record).__name__}, not a JSON object")

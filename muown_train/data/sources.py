@@ -95,7 +95,7 @@ def files(
     """
     if not train:
         raise ValueError("data.train is not set: give the files as a glob, such as data.train='texts/**/*.txt'")
-    encoder = load_tokenizer(tokenizer) if tokenizer else None
+    encoder = load_tokenizer(str(tokenizer)) if tokenizer else None
     if encoder is None:
         check_vocabulary(bpe.NAME, bpe.SIZE, vocab_size)
     else:
@@ -141,7 +141,7 @@ def hub_stream(
     """
     if streams < 1:
         raise ValueError(f"data.streams must be 1 or more, not {streams}")
-    encoder = load_tokenizer(tokenizer)
+    encoder = load_tokenizer(str(tokenizer))
     check_vocabulary(encoder.name, encoder.size, vocab_size)
     hub = open_hub(path, name, split, text, revision)
     key = fingerprint(FORMAT, encoder.fingerprint, path, name, split, text, hub.revision, valid_tokens)

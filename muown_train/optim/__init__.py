@@ -1,8 +1,25 @@
 """Muown and its relatives as torch optimizers. Needs torch and nothing else."""
 
 from .combined import Combined
+from .lion import Lion
 from .muon import Muon
 from .muown import Muown
+from .muown_sign import MuownSign
+from .normuon import NorMuon, NorMuown
 from .param_roles import param_groups, parameter_roles
+from .sharding import shard
+from .soap import SOAP
 
-__all__ = ["Combined", "Muon", "Muown", "param_groups", "parameter_roles"]
+__all__ = [
+    "SOAP",
+    "Combined",
+    "Lion",
+    "Muon",
+    "Muown",
+    "MuownSign",
+    "NorMuon",
+    "NorMuown",
+    "param_groups",
+    "parameter_roles",
+    "shard",
+]

@@ -14,6 +14,7 @@ W, g keeps its sign, or R would flip against its momentum; a row is not decayed 
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -23,7 +24,7 @@ from torch.optim.optimizer import ParamsT
 from .base import Group, MatrixOptimizer, State, Update, check_choice, check_number, check_numbers
 from .magnitude import MAGNITUDES
 from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
-from .row_norm import direction, recompose, row_norms, split_gradient
+from .row_norm import row_norms, split_gradient, turn
 
 FLOOR = 1e-12  # least |g|, of its first value
 
@@ -42,19 +43,26 @@ class Muown(MatrixOptimizer):
         nesterov: orthogonalise momentum M + grad_R rather than M.
         betas, adam_eps: of Adam on g; signum uses betas[0].
         magnitude: "adam", "signum" or "fixed".
-        orthogonalizer: "newton_schulz", "svd" (the exact polar factor), or a function of X (..., m, n) that
-            returns the same shape and only reads X.
+        orthogonalizer: "newton_schulz", "polar_express" (with its own coefficients, best with ns_steps=8 or
+            more), "svd" (the exact polar factor), or a function of X (..., m, n) that returns the same shape
+            and only reads X.
         ns_coefficients, ns_steps, eps, ns_dtype: of the Newton-Schulz iteration. ns_dtype None means bfloat16
             where the device multiplies in it natively, else float32, and float64 for float64 parameters.
-        adjust_lr_fn: factor of lr for R: "match_rms_adamw": 0.2 sqrt(max(m, n)), "original": sqrt(max(1,
-            m/n)), None: 1.
+        adjust_lr_fn: factor of lr for R: "match_rms_adamw": direction_scale sqrt(max(m, n)), "original":
+            sqrt(max(1, m/n)), None: 1.
+        direction_scale: of "match_rms_adamw".
         zero_rows: rows of zeros have no direction: "error", or the magnitude that they start with, so that
             the first update gives them a direction.
+        row_norm_schedule: None, or (target, steps, power): after step t the cached r, and with it the length
+            of R, is set to r_1 + (target - r_1) min(1, (t - 1) / (steps - 1))^power, where r_1 is its first
+            value. W is not changed by it; the larger r, the less a step turns the rows. (Not in the paper:
+            of the authors' entry to the Track 3 benchmark of github.com/KellerJordan/modded-nanogpt, with
+            (2.496, 3165, 1.2).)
 
     State: `momentum_buffer` (m, n) in the parameter's dtype; `magnitude` (g), `row_norm` (r),
-    `magnitude_floor` and the vectors of the magnitude's rule, (m,), in float32 or, for float64 parameters,
-    float64. g and r are taken from W at construction and once more at the first step, in case weights were
-    loaded in between.
+    `magnitude_floor`, with a schedule `row_norm_start` (r_1), and the vectors of the magnitude's rule, (m,),
+    in float32 or, for float64 parameters, float64. g and r are taken from W at construction and once more at
+    the first step, in case weights were loaded in between.
 
     bfloat16 parameters: the step is computed in float32 and rounded once into W. As W is the only store of R,
     a change of R below half a unit in the last place (2^-9 of an element) is lost, and ||W_i|| = |g_i| holds
@@ -80,7 +88,9 @@ class Muown(MatrixOptimizer):
         eps: float = NS_EPS,
         ns_dtype: torch.dtype | str | None = None,
         adjust_lr_fn: Literal["match_rms_adamw", "original"] | None = "match_rms_adamw",
+        direction_scale: float = 0.2,
         zero_rows: float | Literal["error"] = "error",
+        row_norm_schedule: tuple[float, int, float] | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -96,7 +106,9 @@ class Muown(MatrixOptimizer):
             "eps": eps,
             "ns_dtype": ns_dtype,
             "adjust_lr_fn": adjust_lr_fn,
+            "direction_scale": direction_scale,
             "zero_rows": zero_rows,
+            "row_norm_schedule": row_norm_schedule,
             "reparameterize": True,
             "blocks": None,
         }
@@ -107,6 +119,9 @@ class Muown(MatrixOptimizer):
         group["betas"] = check_numbers("betas", group["betas"], 2, below=1.0)
         check_number("adam_eps", group["adam_eps"], positive=True)
         check_choice("magnitude", group["magnitude"], tuple(MAGNITUDES))
+        check_number("direction_scale", group["direction_scale"], positive=True)
+        if group["row_norm_schedule"] is not None:
+            group["row_norm_schedule"] = _checked_schedule(group["row_norm_schedule"])
         if group["zero_rows"] != "error":
             try:
                 check_number("zero_rows", group["zero_rows"], positive=True)
@@ -116,6 +131,11 @@ class Muown(MatrixOptimizer):
                 ) from None
         if not isinstance(group["reparameterize"], bool):
             raise ValueError(f"reparameterize must be true or false, got {group['reparameterize']!r}")
+
+    def scale(self, group: Group, m: int, n: int) -> float:
+        if group["adjust_lr_fn"] == "match_rms_adamw":
+            return float(group["direction_scale"]) * math.sqrt(max(m, n))
+        return super().scale(group, m, n)
 
     def check_parameter(self, name: str, W: Tensor, group: Group) -> None:
         super().check_parameter(name, W, group)
@@ -136,6 +156,8 @@ class Muown(MatrixOptimizer):
         if group["zero_rows"] != "error":
             g = torch.where(g > 0, g, float(group["zero_rows"]))
         state |= {"magnitude": g, "row_norm": g.clone(), "magnitude_floor": FLOOR * g}
+        if group["row_norm_schedule"] is not None:
+            state["row_norm_start"] = g.clone()
         return state | {name: torch.zeros_like(g) for name in MAGNITUDES[group["magnitude"]].names}
 
     def update(self, W: Tensor, G: Tensor, state: State, group: Group) -> Update:
@@ -145,23 +167,25 @@ class Muown(MatrixOptimizer):
         M, g, r = state["momentum_buffer"], state["magnitude"], state["row_norm"]
         lr, beta, decay = float(group["lr"]), group["momentum"], group["weight_decay"]
         if state["step"] == 1:
-            _start_from(W, state)
+            start_from(W, state)
         grad_g, grad_R = split_gradient(W, G, g, r)
 
         M.mul_(beta).add_(grad_R)
         O = yield grad_R.add_(M, alpha=beta) if group["nesterov"] else M  # noqa: E741
-        R = direction(W, g, r)
-        R.sub_(O, alpha=lr * self.scale(group, *W.shape))
-        norms = row_norms(R)
+        V, norms = turn(W, O, g, r, lr * self.scale(group, *W.shape), in_place=W.dtype == g.dtype and not decay)
+        to_R = r / g  # R = Diag(to_R) V
         r.copy_(torch.where(norms > 0, norms, r))  # a row of zeros stays one, as with zero_rows
 
         move = MAGNITUDES[group["magnitude"]].update
         moved = move(g, grad_g, state, lr=lr, betas=group["betas"], eps=group["adam_eps"])
-        g.copy_(_off_zero(moved, g, state["magnitude_floor"]))
-        W_new = recompose(R, g, r)
+        g.copy_(off_zero(moved, g, state["magnitude_floor"]))
+        W_new = V.mul_((to_R * g / r).unsqueeze(-1))
+        if group["row_norm_schedule"] is not None:
+            r.copy_(_scheduled(state["row_norm_start"], float(state["step"]), *group["row_norm_schedule"]))
         if decay:
             W_new = _decay(W_new, W, g, state["magnitude_floor"], lr * decay)
-        W.copy_(W_new)
+        if W_new is not W:
+            W.copy_(W_new)
 
     def _update_plain(self, W: Tensor, G: Tensor, state: State, group: Group) -> Update:
         """Muon: the direction's step on W itself."""
@@ -172,16 +196,33 @@ class Muown(MatrixOptimizer):
         W.sub_(O, alpha=lr * self.scale(group, *W.shape))
 
 
-def _start_from(W: Tensor, state: State) -> None:
+def start_from(W: Tensor, state: State) -> None:
     """g = r = ||W||_row, rows of zeros excepted: weights may have been loaded since construction."""
     norms = row_norms(W)
     start = torch.where(norms > 0, norms, state["row_norm"])
     state["magnitude"].copy_(start)
     state["row_norm"].copy_(start)
     state["magnitude_floor"].copy_(FLOOR * start)
+    if "row_norm_start" in state:
+        state["row_norm_start"].copy_(start)
 
 
-def _off_zero(g: Tensor, g_old: Tensor, floor: Tensor) -> Tensor:
+def _scheduled(start: Tensor, step: float, target: float, steps: int, power: float) -> Tensor:
+    """start + (target - start) min(1, (step - 1) / (steps - 1))^power, (m,); step counts from 1."""
+    progress = min(1.0, (step - 1) / max(1, steps - 1))
+    return start.lerp(torch.full_like(start, target), progress**power)
+
+
+def _checked_schedule(schedule: object) -> tuple[float, ...]:
+    target, steps, power = check_numbers("row_norm_schedule", schedule, 3)
+    if not target > 0 or not power > 0 or steps != int(steps) or steps < 1:
+        raise ValueError(
+            f"row_norm_schedule must be a target > 0, a whole number of steps and a power > 0, got {schedule!r}"
+        )
+    return target, steps, power
+
+
+def off_zero(g: Tensor, g_old: Tensor, floor: Tensor) -> Tensor:
     """g with |g| >= floor, its sign kept; exact zeros take the sign that g_old had. All (m,)."""
     sign = torch.where(g == 0, g_old, g)
     return torch.where(g.abs() < floor, floor.copysign(sign), g)

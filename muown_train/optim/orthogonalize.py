@@ -11,6 +11,7 @@ device multiplies matrices in it natively.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from torch import Tensor
 NS_COEFFICIENTS = (3.4445, -4.775, 2.0315)  # chosen for the steepest slope at zero; source above
 NS_EPS = 1e-7
 NS_STEPS = 5
+
+GRAM_ASPECT = 2.0  # of the sides, from which on iterating on the Gram matrix is faster; equal at 1.5
+RESTART = 3  # steps on one Gram matrix
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -73,7 +77,7 @@ def default_dtype(device: torch.device | str, dtype: torch.dtype) -> torch.dtype
 
 
 def newton_schulz(
-    X: Tensor,
+    X: Tensor | Sequence[Tensor],
     steps: int = NS_STEPS,
     coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
     eps: float = NS_EPS,
@@ -82,31 +86,93 @@ def newton_schulz(
     """Approximate U V^T by `steps` of Y <- a Y + (b Y Y^T + c (Y Y^T)^2) Y, started at Y = X / ||X||_F.
 
     Args:
-        X: (..., m, n), any floating dtype. Not modified.
+        X: (..., m, n), any floating dtype, or k of (m, n) to be stacked. Not modified.
         steps: iterations.
         coefficients: (a, b, c) of the quintic.
         eps: the least norm that X is divided by; zeros stay zeros.
         dtype: to iterate in, or its name; None for `default_dtype`.
 
     Returns:
-        (..., m, n) in X's dtype.
+        (..., m, n) or (k, m, n), in X's dtype.
     """
-    a, b, c = coefficients
-    used = default_dtype(X.device, X.dtype) if dtype is None else _DTYPES[dtype_name(dtype)]
-    tall = X.shape[-2] > X.shape[-1]
-    Y = X.to(used)
-    Y = Y.mT if tall else Y  # Y Y^T is then the smaller of the two Gram matrices
-    Y = Y / torch.linalg.vector_norm(Y, dim=(-2, -1), keepdim=True).clamp(min=eps)
-    shape = Y.shape
-    if Y.ndim > 3:
-        Y = Y.reshape(-1, *shape[-2:])
-    multiply_add = torch.addmm if Y.ndim == 2 else torch.baddbmm
-    for _ in range(steps):
-        gram = Y @ Y.mT  # (k, m, m), m <= n
-        polynomial = multiply_add(gram, gram, gram, beta=b, alpha=c)
-        Y = multiply_add(Y, polynomial, Y, beta=a)
-    Y = Y.reshape(shape)
-    return (Y.mT if tall else Y).to(X.dtype)
+    return compose(X, [coefficients] * steps, eps, dtype)
+
+
+def compose(
+    X: Tensor | Sequence[Tensor],
+    quintics: Sequence[tuple[float, float, float]],
+    eps: float = NS_EPS,
+    dtype: torch.dtype | str | None = None,
+) -> Tensor:
+    """Apply odd quintics a x + b x^3 + c x^5, one after the other, to the singular values of X / ||X||_F.
+
+    Arguments and result as of `newton_schulz`. Extra memory: two copies of X in `dtype` and, with s the shorter side,
+    up to four (k, s, s).
+    """
+    shape, matrices = (X.shape, X.reshape(-1, *X.shape[-2:])) if isinstance(X, Tensor) else ((len(X), *X[0].shape), X)
+    first = matrices[0]
+    used = default_dtype(first.device, first.dtype) if dtype is None else _DTYPES[dtype_name(dtype)]
+    Y = _normalized(matrices, eps, used)
+    aspect = max(Y.shape[1:]) / min(Y.shape[1:])
+    Y = _on_gram(Y, quintics) if aspect >= GRAM_ASPECT else _on_matrix(Y, quintics)
+    return Y.reshape(shape).to(first.dtype)
+
+
+def _normalized(X: Tensor | Sequence[Tensor], eps: float, dtype: torch.dtype) -> Tensor:
+    """X / ||X||_F of k matrices (m, n), stacked into (k, m, n) of another dtype in one pass after that of the norm."""
+    Y = torch.empty((len(X), *X[0].shape), dtype=dtype, device=X[0].device)
+    for y, x in zip(Y, X, strict=True):
+        # the norm in float32 at least: the squares of float16 overflow
+        norm = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)).clamp(min=eps)
+        y.copy_(x).mul_(norm.reciprocal())
+    return Y
+
+
+def _on_matrix(Y: Tensor, quintics: Sequence[tuple[float, float, float]]) -> Tensor:
+    """The iteration as it is written: per step 4 s^2 l + 2 s^3 flops, s and l the sides; overwrites Y (k, m, n)."""
+    spare, A = torch.empty_like(Y), None
+    for abc in quintics:
+        A = _gram(Y, A)
+        Y, spare = _times(_polynomial(A, *abc), Y, spare), Y
+    return Y
+
+
+def _on_gram(Y: Tensor, quintics: Sequence[tuple[float, float, float]]) -> Tensor:
+    """The same on the small Gram matrix A, since p(A) Y has the Gram matrix p(A) A p(A): long sides enter twice only.
+
+    Rounding of A is amplified with every step, so that A is computed afresh after every third: with this restart
+    bfloat16 is as accurate as the plain iteration, without it it diverges. Overwrites Y (k, m, n).
+    """
+    spare, A = torch.empty_like(Y), None
+    for start in range(0, len(quintics), RESTART):
+        steps = quintics[start : start + RESTART]
+        A = _gram(Y, A)
+        Q = P = _polynomial(A, *steps[0])  # the product of the polynomials
+        for abc in steps[1:]:
+            torch.bmm(P, A @ P, out=A)
+            P = _polynomial(A, *abc)
+            Q = P @ Q
+        Y, spare = _times(Q, Y, spare), Y
+    return Y
+
+
+def _gram(Y: Tensor, out: Tensor | None) -> Tensor:
+    """The smaller of Y Y^T and Y^T Y, (k, s, s); without a transposed copy."""
+    if out is None:
+        out = Y.new_empty(Y.shape[0], min(Y.shape[1:]), min(Y.shape[1:]))
+    return torch.bmm(Y.mT, Y, out=out) if Y.shape[1] > Y.shape[2] else torch.bmm(Y, Y.mT, out=out)
+
+
+def _times(P: Tensor, Y: Tensor, out: Tensor) -> Tensor:
+    """P Y, or Y P where P (k, s, s) is on the side of the columns."""
+    return torch.bmm(Y, P, out=out) if Y.shape[1] > Y.shape[2] else torch.bmm(P, Y, out=out)
+
+
+def _polynomial(A: Tensor, a: float, b: float, c: float) -> Tensor:
+    """a I + b A + c A^2, (k, s, s)."""
+    P = torch.baddbmm(A, A, A, beta=b, alpha=c)
+    P.diagonal(dim1=-2, dim2=-1).add_(a)  # cheaper than beta=a in the product with Y, which would copy Y first
+    return P
 
 
 def svd(X: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muown_train.optim import Muown
-from muown_train.optim.muown import FLOOR, _off_zero
+from muown_train.optim.muown import FLOOR, off_zero
 
 
 def parameter(m, n, seed=0, dtype=torch.float64, scale=1.0):
@@ -140,8 +140,8 @@ def test_magnitudes_that_land_on_zero_stop_at_the_floor(weight_decay):
 
 def test_exact_zeros_keep_the_sign_they_had():
     g_old, floor = torch.tensor([1.0, -1.0, -1.0, 1.0]), torch.full((4,), 0.5)
-    assert _off_zero(torch.tensor([0.0, 0.0, 0.1, -0.1]), g_old, floor).tolist() == [0.5, -0.5, 0.5, -0.5]
-    assert _off_zero(torch.tensor([2.0, -2.0]), g_old[:2], floor[:2]).tolist() == [2.0, -2.0]
+    assert off_zero(torch.tensor([0.0, 0.0, 0.1, -0.1]), g_old, floor).tolist() == [0.5, -0.5, 0.5, -0.5]
+    assert off_zero(torch.tensor([2.0, -2.0]), g_old[:2], floor[:2]).tolist() == [2.0, -2.0]
 
 
 def test_decay_to_nothing_stops_at_the_floor():
@@ -268,3 +268,60 @@ def test_own_orthogonalizer():
     assert seen[0][-2:] == (3, 5) and not torch.equal(p, before)
     with pytest.raises(ValueError, match="shape"):
         run(Muown([p], orthogonalizer=lambda X: X.mT), p, gradients(1, 3, 5))
+
+
+def test_direction_scale():
+    p, q, grads = parameter(4, 6), parameter(4, 6), gradients(4, 4, 6)
+    optimizer = Muown([p], lr=0.05, direction_scale=0.4, magnitude="fixed", orthogonalizer="svd")
+    assert optimizer.scales(optimizer.param_groups[0]) == [0.4 * math.sqrt(6)]
+    run(optimizer, p, grads)
+    run(Muown([q], lr=0.1, magnitude="fixed", orthogonalizer="svd"), q, grads)
+    torch.testing.assert_close(p, q)
+    with pytest.raises(ValueError, match=r"direction_scale.*0"):
+        Muown([parameter(2, 3)], direction_scale=0.0)
+
+
+@pytest.mark.parametrize("blocks", [None, (2, 3)])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_row_norm_schedule(blocks, weight_decay):
+    p, grads = parameter(5, 7), gradients(9, 5, 7)
+    group = {"params": [p], "blocks": blocks, "row_norm_schedule": [2.5, 7, 1.2]}
+    optimizer = Muown([group], lr=0.05, magnitude="fixed", orthogonalizer="svd", weight_decay=weight_decay)
+    start = p.detach().norm(dim=1)
+    for t, G in enumerate(grads, start=1):
+        run(optimizer, p, [G])
+        expected = start + (2.5 - start) * min(1, (t - 1) / 6) ** 1.2
+        torch.testing.assert_close(optimizer.state[p]["row_norm"], expected)
+        torch.testing.assert_close(p.detach().norm(dim=1), optimizer.state[p]["magnitude"].abs())
+
+
+def test_row_norm_schedule_is_algorithm_1_with_rows_of_r_lengthened():
+    p, grads = parameter(4, 6), gradients(6, 4, 6)
+    R, M, start = p.detach().clone(), torch.zeros(4, 6, dtype=torch.float64), p.detach().norm(dim=1)
+    for t, G in enumerate(grads, start=1):
+        R.requires_grad_()
+        (grad_R,) = torch.autograd.grad((G * (start / R.norm(dim=1))[:, None] * R).sum(), R)
+        M = 0.95 * M + grad_R
+        U, _, Vh = torch.linalg.svd(0.95 * M + grad_R, full_matrices=False)
+        R = R.detach() - 0.05 * 0.2 * math.sqrt(6) * U @ Vh
+        R = R / R.norm(dim=1, keepdim=True) * (start + (3 - start) * min(1, (t - 1) / 3) ** 2)[:, None]
+    options = {"magnitude": "fixed", "orthogonalizer": "svd", "row_norm_schedule": (3, 4, 2)}
+    run(Muown([p], lr=0.05, **options), p, grads)
+    torch.testing.assert_close(p.detach(), (start / R.norm(dim=1))[:, None] * R)
+
+
+@pytest.mark.parametrize(
+    "schedule", [(2.5, 7), (0.0, 7, 1.2), (2.5, 0, 1.2), (2.5, 1.5, 1.2), (2.5, 7, 0.0), 2.5, "abc"]
+)
+def test_row_norm_schedules_that_cannot_be(schedule):
+    with pytest.raises(ValueError, match="row_norm_schedule"):
+        Muown([parameter(2, 3)], row_norm_schedule=schedule)
+
+
+def test_zero_rows_follow_the_row_norm_schedule_from_their_magnitude():
+    p = parameter(3, 4)
+    p.data[1] = 0
+    optimizer = Muown([p], lr=0.01, zero_rows=0.5, row_norm_schedule=(1.5, 3, 1.0), orthogonalizer="svd")
+    run(optimizer, p, gradients(2, 3, 4))
+    assert optimizer.state[p]["row_norm"][1].item() == pytest.approx(1.0)
+    assert p.isfinite().all() and (p.detach()[1] != 0).all()

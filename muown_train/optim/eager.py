@@ -1,0 +1,134 @@
+"""What Lion and SOAP share: options and parameters are checked, and all state made, when a group is added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Group = dict[str, Any]
+State = dict[str, Tensor]
+
+
+class EagerOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose state exists from construction on, so that saving never depends on lazy shapes.
+
+    A subclass says which state a parameter has (`init_state`), what can be (`check_group`, `check_parameter`), and how
+    the parameters of a group move (`update_group`).
+    """
+
+    def init_state(self, W: Tensor, group: Group) -> State:
+        """The state of a new parameter."""
+        raise NotImplementedError
+
+    def check_group(self, group: Group) -> None:
+        """Raise ValueError if an option of the group cannot be."""
+        raise NotImplementedError
+
+    def check_parameter(self, name: str, W: Tensor, group: Group) -> None:
+        """Raise ValueError naming W if it cannot be in this group."""
+        if not W.is_floating_point():
+            raise ValueError(f"{name}: {type(self).__name__} takes real floating-point parameters, got {W.dtype}")
+
+    def update_group(self, params: list[Tensor], grads: list[Tensor], states: list[State], group: Group) -> None:
+        """Move the parameters of one group that have a gradient, and their state, in place."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss, as for any torch optimizer.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            ValueError: for a sparse gradient; nothing has been updated then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        moved = []
+        for j, group in enumerate(self.param_groups):
+            for i, p in enumerate(group["params"]):
+                if p.grad is not None and p.grad.layout != torch.strided:
+                    name = parameter_name(group, i, j)
+                    raise ValueError(f"{name}: its gradient must be dense, got {p.grad.layout}")
+            moved.append([p for p in group["params"] if p.grad is not None])
+        for params, group in zip(moved, self.param_groups, strict=True):
+            if params:
+                self.update_group(params, [p.grad for p in params], [self.state[p] for p in params], group)
+        return loss
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters, check it, and make its state.
+
+        Raises:
+            ValueError: naming the parameter or option that cannot be; the optimizer is then as before.
+        """
+        super().add_param_group(param_group)
+        group, j = self.param_groups[-1], len(self.param_groups) - 1
+        try:
+            self.check_group(group)
+            if len(set(group["params"])) < len(group["params"]):
+                raise ValueError(f"a parameter is twice in group {j}")
+            for i, p in enumerate(group["params"]):
+                self.check_parameter(parameter_name(group, i, j), p.detach(), group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        for p in group["params"]:
+            self.state[p] = self.init_state(p.detach(), group)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this optimizer.
+
+        State keeps the dtype it was constructed with, where torch alone would round it to that of the parameter.
+        Options that the saved groups lack stay as they are, and so does the state of a parameter of which nothing is
+        saved.
+
+        Raises:
+            ValueError: if the saved groups or the state of a parameter do not fit this optimizer.
+        """
+        groups = self.param_groups
+        parameters = [p for group in groups for p in group["params"]]
+        own = {p: self.state[p] for p in parameters if p in self.state}  # sharded: other ranks keep the rest
+        sizes, saved_sizes = ([len(g["params"]) for g in gs] for gs in (groups, state_dict["param_groups"]))
+        if sizes != saved_sizes:
+            raise ValueError(f"the saved optimizer has groups of {saved_sizes} parameters, this one of {sizes}")
+        ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        saved = {p: state_dict["state"].get(i, {}) for p, i in zip(parameters, ids, strict=True)}
+        for j, group in enumerate(groups):
+            for i, p in enumerate(group["params"]):
+                if p in own:
+                    _check_fit(parameter_name(group, i, j), own[p], saved[p])
+        super().load_state_dict(state_dict)
+        for group, before in zip(self.param_groups, groups, strict=True):
+            for key, value in before.items():
+                group.setdefault(key, value)
+        for p, state in own.items():
+            self.state[p] = {key: tensor.copy_(saved[p].get(key, tensor)) for key, tensor in state.items()}
+
+
+def parameter_name(group: Group, i: int, j: int) -> str:
+    """How messages call parameter i of group j."""
+    if "param_names" in group:
+        return f"parameter {group['param_names'][i]!r}"
+    return f"parameter {i} of group {j}, of shape {tuple(group['params'][i].shape)}"
+
+
+def _check_fit(name: str, own: State, saved: State) -> None:
+    if saved and own.keys() != saved.keys():
+        kept, keeps = (", ".join(sorted(state)) for state in (saved, own))
+        raise ValueError(f"{name}: the saved optimizer kept {kept}, this one keeps {keeps}")
+    for key, value in saved.items():
+        if value.shape != own[key].shape:
+            shapes = f"{tuple(value.shape)}, not {tuple(own[key].shape)}"
+            raise ValueError(f"{name}: the saved {key} has shape {shapes}")

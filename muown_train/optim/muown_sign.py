@@ -1,0 +1,107 @@
+"""The sign version of Muown, for which the paper proves convergence (appendix "Deterministic Convergence",
+Algorithm "Muown (signSGD version)").
+
+    W, G (m, n)  weight, gradient      g, r (m,)  magnitudes, |g_i| = ||W_i||, and row norms of R
+    R, M (m, n)  directions, momentum of the gradient of R      h (m,)  momentum of the gradient of g (the paper's m)
+
+    M <- beta M + grad_R;   R <- R - eta O, O the polar factor of M
+    h <- beta h + grad_g;   g <- g - gamma sign(h);   W <- Diag(g / ||R||_row) R
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from .base import Group, MatrixOptimizer, State, Update, check_number
+from .muown import FLOOR, off_zero, start_from
+from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
+from .row_norm import direction, recompose, row_norms, split_gradient
+
+
+class MuownSign(MatrixOptimizer):
+    """Muown with sign updates of the magnitudes, as in the paper's theorems.
+
+    It differs from `Muown(magnitude="signum")` in that both momenta start as the first gradient (so that the first
+    step takes (1 + momentum) times it), in the lack of Nesterov momentum, in the exact polar factor, in that a step
+    of R has spectral norm lr whatever the shape, and in the step of g. The theorems have momentum 0 and both steps
+    sqrt(Delta / (L T)) without noise.
+
+    Args:
+        params: 2-D parameters without rows of zeros, pairs of name and parameter, or groups of them. A group may
+            have `blocks` (rows of the matrices of a fused parameter).
+        lr: eta, the step of R, a number or a tensor of one.
+        magnitude_lr: gamma, the step of g. Schedulers of torch change lr alone.
+        momentum: beta, in [0, 1).
+
+    State: `momentum_buffer` (M, (m, n)) in the parameter's dtype; `magnitude` (g), `row_norm` (r), `magnitude_floor`
+    and `magnitude_momentum` (h), (m,), in float32 or, for float64 parameters, float64. As in Muown, g and r are taken
+    from W once more at the first step, g is signed, and |g| stays at or above 1e-12 of its first value.
+
+    Raises:
+        ValueError: naming the parameter or the option that cannot be.
+    """
+
+    def __init__(
+        self, params: ParamsT, lr: float | Tensor = 1e-3, magnitude_lr: float = 1e-3, momentum: float = 0.95
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "magnitude_lr": magnitude_lr,
+            "momentum": momentum,
+            "weight_decay": 0.0,
+            "nesterov": False,
+            "adjust_lr_fn": None,
+            "orthogonalizer": "svd",
+            "ns_coefficients": NS_COEFFICIENTS,
+            "ns_steps": NS_STEPS,
+            "eps": NS_EPS,
+            "ns_dtype": None,
+            "blocks": None,
+        }
+        super().__init__(params, defaults)
+
+    def check_group(self, group: Group) -> None:
+        super().check_group(group)
+        check_number("magnitude_lr", group["magnitude_lr"])
+        for key in ("weight_decay", "nesterov"):
+            if group[key]:
+                raise ValueError(f"MuownSign has no {key}, got {group[key]!r}: Muown does")
+
+    def check_parameter(self, name: str, W: Tensor, group: Group) -> None:
+        super().check_parameter(name, W, group)
+        zeros = int((row_norms(W) == 0).sum())
+        if zeros:
+            raise ValueError(f"{name}: {zeros} of {W.shape[0]} rows are zero and have no direction: initialise them")
+
+    def init_state(self, W: Tensor, group: Group) -> State:
+        g = row_norms(W)
+        return {
+            "momentum_buffer": torch.zeros_like(W),
+            "magnitude": g,
+            "row_norm": g.clone(),
+            "magnitude_floor": FLOOR * g,
+            "magnitude_momentum": torch.zeros_like(g),
+        }
+
+    def update(self, W: Tensor, G: Tensor, state: State, group: Group) -> Update:
+        M, g, r, h = (state[key] for key in ("momentum_buffer", "magnitude", "row_norm", "magnitude_momentum"))
+        eta, gamma, beta = float(group["lr"]), float(group["magnitude_lr"]), group["momentum"]
+        first = bool(state["step"] == 1)
+        if first:
+            start_from(W, state)
+        grad_g, grad_R = split_gradient(W, G, g, r)
+        if first:
+            M.copy_(grad_R)
+            h.copy_(grad_g)
+
+        M.mul_(beta).add_(grad_R)
+        O = yield M  # noqa: E741
+        R = direction(W, g, r).sub_(O, alpha=eta * self.scale(group, *W.shape))
+        norms = row_norms(R)
+        r.copy_(torch.where(norms > 0, norms, r))
+
+        h.mul_(beta).add_(grad_g)
+        g.copy_(off_zero(g.sub(h.sign(), alpha=gamma), g, state["magnitude_floor"]))
+        W.copy_(recompose(R, g, r))

@@ -1,0 +1,166 @@
+"""NorMuon: Muon whose orthogonalised rows are brought to a common size (Li et al. 2025, "NorMuon: making Muon more
+efficient and scalable", arXiv 2510.05491, Algorithm 1), and NorMuown, which does so to Muown's direction.
+
+    O (m, n)  orthogonalised momentum     v (m,)  average of the mean square of O's rows
+
+    v <- beta2 v + (1 - beta2) mean_j O_ij^2;   O^ = Diag(1 / sqrt(v)) O;   O <- O^ ||O||_F / ||O^||_F
+
+As in the authors' code (github.com/zichongli5/NorMuon) the Frobenius norm stays that of O; the paper sets it to
+0.2 sqrt(m n), which is the same with `match_rms_adamw` where O is exactly orthogonal. v starts at 0 and has no bias
+correction: it would cancel.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from .base import Group, MatrixOptimizer, State, Update, check_number
+from .muon import Muon
+from .muown import Muown
+from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
+
+_EPS = 1e-10  # the authors'; keeps rows of zeros zero
+
+
+def equalize_rows(O: Tensor, v: Tensor, beta2: float) -> Tensor:  # noqa: E741
+    """O (m, n) with rows divided by the root of their mean square's average v (m,), which is updated in place.
+
+    Returns:
+        (m, n) in O's dtype, of O's Frobenius norm; computed in v's dtype.
+    """
+    X = O.to(v.dtype)
+    v.lerp_(X.square().mean(-1), 1 - beta2)
+    equal = X / (v.sqrt() + _EPS).unsqueeze(-1)
+    return equal.mul_(X.norm() / (equal.norm() + _EPS)).to(O.dtype)
+
+
+class _RowStatistics(MatrixOptimizer):
+    """Put before Muon or Muown: rows of O are equalised before it is applied."""
+
+    def check_group(self, group: Group) -> None:
+        super().check_group(group)
+        check_number("beta2", group["beta2"], below=1.0)
+
+    def init_state(self, W: Tensor, group: Group) -> State:
+        dtype = W.dtype if W.dtype == torch.float64 else torch.float32
+        return super().init_state(W, group) | {"row_second_moment": W.new_zeros(W.shape[0], dtype=dtype)}
+
+    def update(self, W: Tensor, G: Tensor, state: State, group: Group) -> Update:
+        update = super().update(W, G, state, group)
+        O = yield next(update)  # noqa: E741
+        try:
+            update.send(equalize_rows(O, state["row_second_moment"], group["beta2"]))
+        except StopIteration:
+            return
+
+
+class NorMuon(_RowStatistics, Muon):
+    """Muon with row statistics.
+
+    Args:
+        params: 2-D parameters, pairs of name and parameter, or groups of them. A group may have `blocks`.
+        lr: learning rate, a number or a tensor of one (which on a GPU is waited for at each step).
+        weight_decay: decoupled: W <- (1 - lr weight_decay) W.
+        momentum: decay of the average M <- momentum M + (1 - momentum) G, in [0, 1).
+        beta2: decay of v, in [0, 1).
+        nesterov: orthogonalise momentum M + (1 - momentum) G rather than M.
+        adjust_lr_fn: factor of lr: "match_rms_adamw": 0.2 sqrt(max(m, n)); "original" or None: the authors'
+            sqrt(max(1, m/n)).
+        orthogonalizer, ns_coefficients, ns_steps, eps, ns_dtype: as in Muown.
+
+    State: `momentum_buffer` (m, n), in the parameter's dtype; `row_second_moment` (v, (m,)), in float32 or, for
+    float64 parameters, float64.
+
+    Raises:
+        ValueError: naming the parameter or the option that cannot be.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        beta2: float = 0.95,
+        nesterov: bool = True,
+        adjust_lr_fn: Literal["match_rms_adamw", "original"] | None = "match_rms_adamw",
+        orthogonalizer: object = "newton_schulz",
+        ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
+        ns_steps: int = NS_STEPS,
+        eps: float = NS_EPS,
+        ns_dtype: torch.dtype | str | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "beta2": beta2,
+            "nesterov": nesterov,
+            "adjust_lr_fn": adjust_lr_fn,
+            "orthogonalizer": orthogonalizer,
+            "ns_coefficients": ns_coefficients,
+            "ns_steps": ns_steps,
+            "eps": eps,
+            "ns_dtype": ns_dtype,
+            "blocks": None,
+        }
+        MatrixOptimizer.__init__(self, params, defaults)  # not Muon's, whose defaults are others
+
+
+class NorMuown(_RowStatistics, Muown):
+    """Muown with NorMuon's row statistics on the direction O, as in the authors' github.com/kcc-lion/muown.
+
+    That code scales by 0.2 sqrt(max(1, m/n)) unless told otherwise; here, as in its authors' entry to the Track 3
+    benchmark, the default is Muown's 0.2 sqrt(max(m, n)). (The entry takes the statistics of a wide matrix over
+    columns; not so here.)
+
+    Arguments, options of groups and state are Muown's, besides `beta2` and `row_second_moment`, which are NorMuon's.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        beta2: float = 0.95,
+        nesterov: bool = True,
+        betas: tuple[float, float] = (0.9, 0.95),
+        adam_eps: float = 1e-8,
+        magnitude: Literal["adam", "signum", "fixed"] = "adam",
+        orthogonalizer: object = "newton_schulz",
+        ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
+        ns_steps: int = NS_STEPS,
+        eps: float = NS_EPS,
+        ns_dtype: torch.dtype | str | None = None,
+        adjust_lr_fn: Literal["match_rms_adamw", "original"] | None = "match_rms_adamw",
+        direction_scale: float = 0.2,
+        zero_rows: float | Literal["error"] = "error",
+        row_norm_schedule: tuple[float, int, float] | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "beta2": beta2,
+            "nesterov": nesterov,
+            "betas": betas,
+            "adam_eps": adam_eps,
+            "magnitude": magnitude,
+            "orthogonalizer": orthogonalizer,
+            "ns_coefficients": ns_coefficients,
+            "ns_steps": ns_steps,
+            "eps": eps,
+            "ns_dtype": ns_dtype,
+            "adjust_lr_fn": adjust_lr_fn,
+            "direction_scale": direction_scale,
+            "zero_rows": zero_rows,
+            "row_norm_schedule": row_norm_schedule,
+            "reparameterize": True,
+            "blocks": None,
+        }
+        MatrixOptimizer.__init__(self, params, defaults)  # not Muown's, whose defaults lack beta2
