@@ -48,6 +48,7 @@ def train(config: DictConfig) -> None:
             raise RuntimeError(f"training failed after update {run.trainer.step}") from error
         if here.is_main:
             finish(run, already)
+        run.close()
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
@@ -86,6 +87,13 @@ class Run:
     folder: Path
     data: TrainingData
     config: TopLevel
+    lock: FileLock | None  # of the folder, on the main rank
+
+    def close(self) -> None:
+        """End what runs in the background, and let others have the folder."""
+        self.trainer.loader.close()
+        if self.lock:
+            self.lock.release()
 
 
 def build(config: DictConfig, name: str, world: World) -> Run:
@@ -143,7 +151,9 @@ def build(config: DictConfig, name: str, world: World) -> Run:
         peak_flops=hardware.peak_flops(world.device),
     )
     sinks: list[Sink] = []
+    lock = None
     if world.is_main:
+        lock = locked(folder)
         facts = manifest.describe(model, optimizer, data.facts, settings, world)
         manifest.write(folder, OmegaConf.to_yaml(OmegaConf.create(resolved)), facts)
         manifest.show(facts, folder)
@@ -162,7 +172,7 @@ def build(config: DictConfig, name: str, world: World) -> Run:
         metrics=Metrics(folder) if world.is_main else None,
         sinks=sinks,
     )
-    return Run(trainer, model, folder, data, top)
+    return Run(trainer, model, folder, data, top, lock)
 
 
 def top_level(resolved: dict[str, Any], name: str) -> TopLevel:
@@ -210,6 +220,21 @@ def refuse_other_run(folder: Path, resolved: dict[str, Any]) -> None:
                 f"{folder} holds a run with {section}={old}, this one has {section}={new}: "
                 "give it another name, or the old setting"
             )
+
+
+def locked(folder: Path) -> FileLock:
+    """Make a run's folder and keep it for this process; the system frees it when the process ends, however it ends.
+
+    Raises:
+        ValueError: another process trains there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f"{folder} is being trained by another process: wait for it, or give another name") from None
+    return lock
 
 
 def cache_folder(configured: str | None) -> Path:

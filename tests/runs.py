@@ -49,7 +49,7 @@ def trained(corpus: Path, out: Path, *overrides: str, world: World = HERE) -> Ru
     run = built(corpus, out, *overrides, world=world)
     run.trainer.resume()
     run.trainer.fit()
-    run.trainer.loader.close()
+    run.close()
     return run
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from muown_train.__main__ import main
 from muown_train.config import CONFIG_DIR, check_name, run_name
-from tests.runs import SMALL, configured, losses, metrics
+from tests.runs import SMALL, built, configured, losses, metrics
 
 COMMAND = [sys.executable, "-m", "muown_train"]
 
@@ -36,7 +36,7 @@ def test_a_run_leaves_everything_in_one_folder_and_says_so(corpus, tmp_path, mon
     assert call(monkeypatch, *arguments) is None
     out = capsys.readouterr().out
     files = {"checkpoints", "config.yaml", "loss.png", "manifest.json", "metrics.jsonl"}
-    assert {path.name for path in (tmp_path / "first").iterdir()} == files
+    assert {path.name for path in (tmp_path / "first").iterdir() if path.name[0] != "."} == files
     assert re.search(r"validation loss [\d.]+, perplexity [\d.]+ \(a unigram model of the same text: [\d.]+\)", out)
     assert "12 updates, 3,072 tokens" in out and "--- sample ---" in out and "first: checkpoints" in out
     before = (tmp_path / "first" / "metrics.jsonl").read_text()
@@ -118,6 +118,14 @@ def test_the_exit_status_is_1_and_there_is_no_traceback():
     done = subprocess.run([*COMMAND, "optim.lrr=1"], capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr == "error: there is no key optim.lrr (did you mean optim.lr?)\n"
+
+
+def test_two_processes_cannot_train_the_same_run(corpus, tmp_path, monkeypatch):
+    run = built(corpus, tmp_path, "name=twice")
+    message = call(monkeypatch, *small(corpus, tmp_path, "name=twice"))
+    assert "twice is being trained by another process" in str(message)
+    run.close()
+    assert call(monkeypatch, *small(corpus, tmp_path, "name=twice")) is None
 
 
 def limited(bytes_per_file: int):

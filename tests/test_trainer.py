@@ -73,7 +73,7 @@ def test_killed_at_any_step_it_goes_on_bit_for_bit(corpus, tmp_path, monkeypatch
         patch.setattr(Trainer, "train_step", kill)
         with pytest.raises(Killed):
             run.trainer.fit()
-    run.trainer.loader.close()
+    run.close()
     resumed = trained(corpus, tmp_path)
     expected_lines, expected_weights = uninterrupted
     assert all(torch.equal(a, b) for a, b in zip(weights(resumed), expected_weights, strict=True))
@@ -103,7 +103,7 @@ def test_each_optimizer_goes_on_bit_for_bit_after_a_kill(corpus, tmp_path, monke
         patch.setattr(Trainer, "train_step", kill)
         with pytest.raises(Killed):
             run.trainer.fit()
-    run.trainer.loader.close()
+    run.close()
     resumed = trained(corpus, tmp_path / "killed", *settings)
     assert all(torch.equal(a, b) for a, b in zip(weights(resumed), weights(whole), strict=True))
     assert losses(tmp_path / "killed" / "run") == losses(tmp_path / "whole" / "run")
