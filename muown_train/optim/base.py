@@ -11,19 +11,17 @@ result.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable
-from itertools import chain
+from collections.abc import Generator, Iterable
 from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .eager import EagerOptimizer, Group, State
 from .orthogonalize import dtype_name, newton_schulz, svd
 from .polar_express import polar_express
 
-Group = dict[str, Any]
-State = dict[str, Tensor]
 Update = Generator[Tensor, Tensor, None]
 
 # Of matrices orthogonalised together; bounds the extra memory of a step (a copy in float32 takes 4 bytes of each).
@@ -40,7 +38,7 @@ class _Block(NamedTuple):
     group: Group
 
 
-class MatrixOptimizer(torch.optim.Optimizer):
+class MatrixOptimizer(EagerOptimizer):
     """Optimizer of 2-D parameters by orthogonalised updates.
 
     Options of a group besides the subclass's arguments: `blocks`, the rows of each matrix of a fused
@@ -52,9 +50,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
     views.
     """
 
-    def init_state(self, W: Tensor, group: Group) -> State:
-        """The state of a new parameter W (m, n): tensors (m, n) or (m,), without "step"."""
-        raise NotImplementedError
+    optional_state = frozenset({"step"})  # which torch.optim.Muon does not keep
+
+    def new_state(self, W: Tensor, group: Group) -> State:
+        """ "step", and what `init_state` of the algorithm gives: tensors (m, n) or (m,)."""
+        return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **self.init_state(W, group)}
 
     def update(self, W: Tensor, G: Tensor, state: State, group: Group) -> Update:
         """Move one matrix, in place: bring the momentum up to date, `O = yield X`, apply O.
@@ -72,73 +72,28 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """`scale` of each block of each parameter of the group, in order."""
         return [self.scale(group, m, p.shape[1]) for p in group["params"] for m in _block_rows(p, group)]
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: evaluates the model again and returns the loss, as for any torch optimizer.
-
-        Returns:
-            What the closure returned, or None.
-
-        Raises:
-            ValueError: for a sparse gradient; nothing has been updated then.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for batch in _batches(self._blocks()):
+    def update_groups(self, moved: list[list[Tensor]]) -> None:
+        """Update all groups together, since matrices of one shape are orthogonalised at once."""
+        for batch in _batches(self._blocks(moved)):
             updates = [self.update(*block) for block in batch]
             outputs = orthogonalize([next(update) for update in updates], batch[0].group)
             for update, output in zip(updates, outputs, strict=True):
                 _finish(update, output)
-        return loss
 
-    def _blocks(self) -> list[_Block]:
-        """The blocks of all parameters that have a gradient, whose steps it counts up."""
-        with_grad = []
-        for j, group in enumerate(self.param_groups):
-            for i, p in enumerate(group["params"]):
-                if p.grad is None:
-                    continue
-                if p.grad.layout != torch.strided:
-                    raise ValueError(f"{_name(group, i, j)}: its gradient must be dense, got {p.grad.layout}")
-                with_grad.append((p, group))
+    def _blocks(self, moved: list[list[Tensor]]) -> list[_Block]:
+        """The blocks of the parameters, whose steps it counts up."""
         blocks = []
-        for p, group in with_grad:
-            state = self.state[p]
-            state["step"] += 1
-            start = 0
-            for m in _block_rows(p, group):
-                rows = {k: s if s.ndim == 0 else s.narrow(0, start, m) for k, s in state.items()}
-                blocks.append(_Block(p.narrow(0, start, m), p.grad.narrow(0, start, m), rows, group))
-                start += m
+        for params, group in zip(moved, self.param_groups, strict=True):
+            for p in params:
+                assert p.grad is not None
+                state = self.state[p]
+                state["step"] += 1
+                start = 0
+                for m in _block_rows(p, group):
+                    rows = {k: s if s.ndim == 0 else s.narrow(0, start, m) for k, s in state.items()}
+                    blocks.append(_Block(p.narrow(0, start, m), p.grad.narrow(0, start, m), rows, group))
+                    start += m
         return blocks
-
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group of parameters, check it, and make its state.
-
-        Raises:
-            ValueError: naming the parameter or option that cannot be; the optimizer is then as before.
-        """
-        super().add_param_group(param_group)
-        group, j = self.param_groups[-1], len(self.param_groups) - 1
-        try:
-            self.check_group(group)
-            seen = set()
-            for i, p in enumerate(group["params"]):
-                if p in seen:
-                    raise ValueError(f"{_name(group, i, j)} is in the group twice")
-                seen.add(p)
-                self.check_parameter(_name(group, i, j), p.detach(), group)
-            states = [self.init_state(p.detach(), group) for p in group["params"]]
-        except ValueError:
-            self.param_groups.pop()
-            raise
-        for p, state in zip(group["params"], states, strict=True):
-            self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **state}
 
     def check_group(self, group: Group) -> None:
         """Raise ValueError if an option of the group cannot be, and bring the others into plain form.
@@ -184,61 +139,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"{name}: blocks must be positive whole numbers that sum to its {W.shape[0]} rows, got {blocks!r}"
             )
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this optimizer, or of one with the same state (torch.optim.Muon's into Muon).
-
-        State keeps the dtype it was constructed with: the magnitudes of a bfloat16 parameter stay float32,
-        where torch alone would round them. Options and steps that the saved state lacks stay as they are, and
-        so does the state of a parameter of which nothing is saved.
-
-        Raises:
-            ValueError: if the saved groups or the state of a parameter do not fit this optimizer.
-        """
-        own_groups = self.param_groups
-        own_state = {p: self.state[p] for group in own_groups for p in group["params"] if p in self.state}
-        saved = self._saved_by_parameter(state_dict)
-        super().load_state_dict(state_dict)
-        for group, own_group in zip(self.param_groups, own_groups, strict=True):
-            for key, value in own_group.items():
-                group.setdefault(key, value)
-        for p, own in own_state.items():
-            loaded = self.state[p]
-            for key, tensor in own.items():
-                value = loaded.get(key, tensor)
-                if value.dtype != tensor.dtype:
-                    value = saved[p].get(key, value)  # not rounded to the dtype of the parameter
-                loaded[key] = tensor.copy_(value)  # a copy: the saved state may be another optimizer's own
-
-    def _saved_by_parameter(self, state_dict: dict[str, Any]) -> dict[Tensor, State]:
-        """The saved state of each parameter, after checking that it fits."""
-        groups, saved_groups = self.param_groups, state_dict["param_groups"]
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved_groups]:
-            raise ValueError(
-                f"the saved optimizer has groups of {[len(g['params']) for g in saved_groups]} parameters, "
-                f"this one of {[len(g['params']) for g in groups]}"
-            )
-        saved: dict[Tensor, State] = {}
-        ids = chain.from_iterable(g["params"] for g in saved_groups)
-        for j, group in enumerate(groups):
-            for i, p in enumerate(group["params"]):
-                own, state = self.state.get(p), state_dict["state"].get(next(ids), {})
-                if own is None:  # sharded: another rank keeps it
-                    continue
-                if state and own.keys() - {"step"} != state.keys() - {"step"}:
-                    raise ValueError(
-                        f"{_name(group, i, j)}: the saved optimizer kept {', '.join(sorted(state))}, "
-                        f"this one keeps {', '.join(sorted(own))}"
-                    )
-                for key, value in state.items():
-                    if value.shape != own[key].shape:
-                        raise ValueError(
-                            f"{_name(group, i, j)}: the saved {key} has shape {tuple(value.shape)}, "
-                            f"not {tuple(own[key].shape)}"
-                        )
-                saved[p] = state
-        return saved
 
 
 def adjust_lr(adjust_lr_fn: str | None, m: int, n: int) -> float:
@@ -299,13 +199,6 @@ def _finish(update: Update, output: Tensor) -> None:
 
 def _block_rows(p: Tensor, group: Group) -> Iterable[int]:
     return group["blocks"] or (p.shape[0],)
-
-
-def _name(group: Group, i: int, j: int) -> str:
-    """How messages call parameter i of group j."""
-    if "param_names" in group:
-        return f"parameter {group['param_names'][i]!r}"
-    return f"parameter {i} of group {j}, of shape {tuple(group['params'][i].shape)}"
 
 
 def is_sequence(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""What Lion and SOAP share: options and parameters are checked, and all state made, when a group is added."""
+"""What all optimizers here share: options and parameters are checked, and all state made, when a group is added."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ class EagerOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose state exists from construction on, so that saving never depends on lazy shapes.
 
     A subclass says which state a parameter has (`init_state`), what can be (`check_group`, `check_parameter`), and how
-    the parameters of a group move (`update_group`).
+    the parameters of a group move (`update_group`), or of all groups together (`update_groups`).
     """
+
+    optional_state: frozenset[str] = frozenset()  # what a saved state may lack
+
+    def new_state(self, W: Tensor, group: Group) -> State:
+        """All state of a new parameter."""
+        return self.init_state(W, group)
 
     def init_state(self, W: Tensor, group: Group) -> State:
         """The state of a new parameter."""
@@ -32,6 +38,14 @@ class EagerOptimizer(torch.optim.Optimizer):
         """Raise ValueError naming W if it cannot be in this group."""
         if not W.is_floating_point():
             raise ValueError(f"{name}: {type(self).__name__} takes real floating-point parameters, got {W.dtype}")
+
+    def update_groups(self, moved: list[list[Tensor]]) -> None:
+        """Move parameters, those of each group that have a gradient, and their state, in place."""
+        for params, group in zip(moved, self.param_groups, strict=True):
+            if params:
+                self.update_group(
+                    params, [p.grad for p in params if p.grad is not None], [self.state[p] for p in params], group
+                )
 
     def update_group(self, params: list[Tensor], grads: list[Tensor], states: list[State], group: Group) -> None:
         """Move the parameters of one group that have a gradient, and their state, in place."""
@@ -61,9 +75,7 @@ class EagerOptimizer(torch.optim.Optimizer):
                     name = parameter_name(group, i, j)
                     raise ValueError(f"{name}: its gradient must be dense, got {p.grad.layout}")
             moved.append([p for p in group["params"] if p.grad is not None])
-        for params, group in zip(moved, self.param_groups, strict=True):
-            if params:
-                self.update_group(params, [p.grad for p in params], [self.state[p] for p in params], group)
+        self.update_groups(moved)
         return loss
 
     def add_param_group(self, param_group: Group) -> None:
@@ -76,19 +88,22 @@ class EagerOptimizer(torch.optim.Optimizer):
         group, j = self.param_groups[-1], len(self.param_groups) - 1
         try:
             self.check_group(group)
-            if len(set(group["params"])) < len(group["params"]):
-                raise ValueError(f"a parameter is twice in group {j}")
+            seen = set()
             for i, p in enumerate(group["params"]):
+                if p in seen:
+                    raise ValueError(f"{parameter_name(group, i, j)} is in the group twice")
+                seen.add(p)
                 self.check_parameter(parameter_name(group, i, j), p.detach(), group)
+            states = [self.new_state(p.detach(), group) for p in group["params"]]
         except ValueError:
             self.param_groups.pop()
             raise
-        for p in group["params"]:
-            self.state[p] = self.init_state(p.detach(), group)
+        for p, state in zip(group["params"], states, strict=True):
+            self.state[p] = state
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this optimizer.
+        """Load a state dict of this optimizer, or of one with the same state (torch.optim.Muon's into Muon).
 
         State keeps the dtype it was constructed with, where torch alone would round it to that of the parameter.
         Options that the saved groups lack stay as they are, and so does the state of a parameter of which nothing is
@@ -108,7 +123,7 @@ class EagerOptimizer(torch.optim.Optimizer):
         for j, group in enumerate(groups):
             for i, p in enumerate(group["params"]):
                 if p in own:
-                    _check_fit(parameter_name(group, i, j), own[p], saved[p])
+                    self._check_fit(parameter_name(group, i, j), own[p], saved[p])
         super().load_state_dict(state_dict)
         for group, before in zip(self.param_groups, groups, strict=True):
             for key, value in before.items():
@@ -116,19 +131,18 @@ class EagerOptimizer(torch.optim.Optimizer):
         for p, state in own.items():
             self.state[p] = {key: tensor.copy_(saved[p].get(key, tensor)) for key, tensor in state.items()}
 
+    def _check_fit(self, name: str, own: State, saved: State) -> None:
+        if saved and own.keys() - self.optional_state != saved.keys() - self.optional_state:
+            kept, keeps = (", ".join(sorted(state)) for state in (saved, own))
+            raise ValueError(f"{name}: the saved optimizer kept {kept}, this one keeps {keeps}")
+        for key, value in saved.items():
+            if value.shape != own[key].shape:
+                shapes = f"{tuple(value.shape)}, not {tuple(own[key].shape)}"
+                raise ValueError(f"{name}: the saved {key} has shape {shapes}")
+
 
 def parameter_name(group: Group, i: int, j: int) -> str:
     """How messages call parameter i of group j."""
     if "param_names" in group:
         return f"parameter {group['param_names'][i]!r}"
     return f"parameter {i} of group {j}, of shape {tuple(group['params'][i].shape)}"
-
-
-def _check_fit(name: str, own: State, saved: State) -> None:
-    if saved and own.keys() != saved.keys():
-        kept, keeps = (", ".join(sorted(state)) for state in (saved, own))
-        raise ValueError(f"{name}: the saved optimizer kept {kept}, this one keeps {keeps}")
-    for key, value in saved.items():
-        if value.shape != own[key].shape:
-            shapes = f"{tuple(value.shape)}, not {tuple(own[key].shape)}"
-            raise ValueError(f"{name}: the saved {key} has shape {shapes}")

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import Group, MatrixOptimizer, State, Update, adjust_lr
+from .base import MatrixOptimizer, Update, adjust_lr
+from .eager import Group, State
 from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
 
 

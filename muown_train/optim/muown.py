@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import Group, MatrixOptimizer, State, Update, check_choice, check_number, check_numbers
+from .base import MatrixOptimizer, Update, check_choice, check_number, check_numbers
+from .eager import Group, State
 from .magnitude import MAGNITUDES
 from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
 from .row_norm import row_norms, split_gradient, turn

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import Group, MatrixOptimizer, State, Update, check_number
+from .base import MatrixOptimizer, Update, check_number
+from .eager import Group, State
 from .muown import FLOOR, off_zero, start_from
 from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
 from .row_norm import direction, recompose, row_norms, split_gradient

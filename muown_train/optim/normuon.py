@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import Group, MatrixOptimizer, State, Update, check_number
+from .base import MatrixOptimizer, Update, check_number
+from .eager import Group, State
 from .muon import Muon
 from .muown import Muown
 from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
