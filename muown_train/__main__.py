@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -12,6 +13,9 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from muown_train.config import CONFIG_DIR, check_overrides, one_sentence, register_resolvers, run_name
+
+if TYPE_CHECKING:
+    from muown_train.trainer import Trainer
 
 
 @contextmanager
@@ -41,14 +45,21 @@ def train(config: DictConfig) -> None:
         check_overrides(chosen.overrides.task)
         name = run_name(chosen.runtime.choices, list(chosen.overrides.task), config.seed)
         run = build(config, name, here)
-        already = run.trainer.resume()
         try:
-            run.trainer.fit()
-        except ValueError as error:  # no longer the user's: keep the traceback
-            raise RuntimeError(f"training failed after update {run.trainer.step}") from error
-        if here.is_main:
-            finish(run, already)
-        run.close()
+            already = run.trainer.resume()
+            train_to_the_end(run.trainer)
+            if here.is_main:
+                finish(run, already)
+        finally:
+            run.close()
+
+
+def train_to_the_end(trainer: "Trainer") -> None:
+    """Fit; a ValueError is no longer the user's from here on and keeps its traceback."""
+    try:
+        trainer.fit()
+    except ValueError as error:
+        raise RuntimeError(f"training failed after update {trainer.step}") from error
 
 
 def main() -> None:

@@ -90,8 +90,10 @@ class Run:
     lock: FileLock | None  # of the folder, on the main rank
 
     def close(self) -> None:
-        """End what runs in the background, and let others have the folder."""
+        """End what runs in the background, give the terminal back, and let others have the folder."""
         self.trainer.loader.close()
+        for sink in self.trainer.sinks:
+            sink.finish({})  # without effect after a first time
         if self.lock:
             self.lock.release()
 

@@ -65,6 +65,7 @@ class WandbSink:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._safely(lambda: (self.run.summary.update(dict(summary)), self.run.finish()))
+        self.run = None
 
     def _safely(self, action: Callable[[], Any]) -> None:
         if self.run is None:

@@ -150,10 +150,11 @@ def test_a_disk_that_cannot_take_a_checkpoint(corpus, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_kill_9_and_the_same_command_again(corpus, tmp_path):
-    arguments = [*COMMAND, *small(corpus, tmp_path, "tokens=51200", "eval_every=50")]
-    subprocess.run([*arguments, "name=whole"], check=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    arguments = [*COMMAND, *small(corpus, tmp_path, "tokens=25600", "eval_every=50")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # threads that wait for one another crawl on a busy machine
+    subprocess.run([*arguments, "name=whole"], check=True, env=environment)
     for _ in range(3):
         process = subprocess.Popen([*arguments, "name=killed"], env=environment)
         folder = tmp_path / "killed" / "checkpoints"
@@ -169,8 +170,8 @@ def test_kill_9_and_the_same_command_again(corpus, tmp_path):
         process.wait()
     subprocess.run([*arguments, "name=killed"], check=True, env=environment)
     lines = metrics(tmp_path / "killed")
-    assert [line["step"] for line in lines] == list(range(201))
-    assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "whole"), abs=1e-3)
+    assert [line["step"] for line in lines] == list(range(101))
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
 
 def choices(*overrides: str) -> str:
