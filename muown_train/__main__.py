@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -43,10 +44,14 @@ def train(config: DictConfig) -> None:
     # Hydra reports what leaves this function in its own words, but lets an exit pass
     with explained(), world() as here:
         check_overrides(chosen.overrides.task)
+        if here.size > 1 and chosen.mode == RunMode.MULTIRUN:
+            raise ValueError(
+                "--multirun trains one job after the other in one process: under torchrun start each alone"
+            )
         name = run_name(chosen.runtime.choices, list(chosen.overrides.task), config.seed)
         run = build(config, name, here)
         try:
-            already = run.trainer.resume()
+            already = run.resume()
             train_to_the_end(run.trainer)
             if here.is_main:
                 finish(run, already)

@@ -3,6 +3,7 @@
 Everything that can be wrong is found before data are read or fetched, and before the run's folder is touched.
 """
 
+import json
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from yaml import YAMLError
 
 from muown_train import hardware, manifest
 from muown_train.batch import rows_per_update, updates
@@ -26,7 +28,9 @@ from muown_train.optim import Combined, param_groups, shard
 from muown_train.records import Metrics, Sink, console
 from muown_train.trainer import Schedule, Settings, Trainer
 
-_WHAT_MAY_NOT_CHANGE = ("model", "data", "seq_len", "batch_tokens", "seed")
+# of the configuration, dotted; and of what the data turned out to be
+_WHAT_MAY_NOT_CHANGE = ("model", "data", "seq_len", "batch_tokens", "seed", "optim._target_", "optim.rest._target_")
+_DATA_MAY_NOT_CHANGE = ("content", "tokenizer_hash", "revision", "held_out_content")
 
 
 @dataclass
@@ -87,7 +91,29 @@ class Run:
     folder: Path
     data: TrainingData
     config: TopLevel
+    resolved: dict[str, Any]  # the whole configuration
+    facts: dict[str, Any]  # for the manifest
+    sinks: list[Sink]  # none but on the main rank
     lock: FileLock | None  # of the folder, on the main rank
+
+    def resume(self) -> bool:
+        """Take up the newest checkpoint and, unless the run is finished, write down what it now is.
+
+        The record of a finished run, or of one that this configuration cannot go on with, is left as it was.
+
+        Returns:
+            Whether the run is finished.
+        """
+        finished = self.trainer.resume()
+        if self.trainer.world.is_main and not finished:
+            manifest.write(self.folder, OmegaConf.to_yaml(OmegaConf.create(self.resolved)), self.facts)
+            manifest.show(self.facts, self.folder)
+            if self.trainer.step:
+                print(f"  going on after update {self.trainer.step:,}", flush=True)
+            for sink in self.sinks:
+                sink.start(self.folder, self.resolved, self.trainer.settings.steps)
+            self.trainer.sinks = self.sinks
+        return finished
 
     def close(self) -> None:
         """End what runs in the background, give the terminal back, and let others have the folder."""
@@ -152,16 +178,7 @@ def build(config: DictConfig, name: str, world: World) -> Run:
         flops_per_token=model.flops_per_token(),
         peak_flops=hardware.peak_flops(world.device),
     )
-    sinks: list[Sink] = []
-    lock = None
-    if world.is_main:
-        lock = locked(folder)
-        facts = manifest.describe(model, optimizer, data.facts, settings, world)
-        manifest.write(folder, OmegaConf.to_yaml(OmegaConf.create(resolved)), facts)
-        manifest.show(facts, folder)
-        sinks = [sink for sink in (console(), tracking) if sink]
-        for sink in sinks:
-            sink.start(folder, resolved, steps)
+    refuse_other_data(folder, data.facts)
     trainer = Trainer(
         world=world,
         model=torch.compile(model) if top.compile else model,  # type: ignore[arg-type]
@@ -172,9 +189,11 @@ def build(config: DictConfig, name: str, world: World) -> Run:
         checkpoints=Checkpoints(folder / "checkpoints", world, top.keep_checkpoints),
         settings=settings,
         metrics=Metrics(folder) if world.is_main else None,
-        sinks=sinks,
     )
-    return Run(trainer, model, folder, data, top, lock)
+    facts = manifest.describe(model, optimizer, data.facts, settings, world)
+    sinks = [sink for sink in (console(), tracking) if sink] if world.is_main else []
+    lock = locked(folder) if world.is_main else None
+    return Run(trainer, model, folder, data, top, resolved, facts, sinks, lock)
 
 
 def top_level(resolved: dict[str, Any], name: str) -> TopLevel:
@@ -192,6 +211,8 @@ def top_level(resolved: dict[str, Any], name: str) -> TopLevel:
 
 def make_optimizer(resolved: dict[str, Any], model: nn.Module) -> Combined:
     """The matrices to the chosen optimizer, the rest to `optim.rest`, each role with its own settings."""
+    if not isinstance(resolved["optim"].get("rest"), dict):
+        raise ValueError(f"optim.rest={resolved['optim'].get('rest')!r} must be the settings of an optimizer")
     optim, rest = dict(resolved["optim"]), dict(resolved["optim"]["rest"])
     row_blocks = optim.pop("row_blocks")
     if not isinstance(row_blocks, bool):
@@ -211,9 +232,14 @@ def refuse_other_run(folder: Path, resolved: dict[str, Any]) -> None:
     stored = folder / "config.yaml"
     if not stored.exists() or not any((folder / "checkpoints").glob("step-*")):
         return
-    before = OmegaConf.to_container(OmegaConf.load(stored), resolve=False)
+    try:
+        before = OmegaConf.to_container(OmegaConf.load(stored), resolve=False)
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{stored} cannot be read ({type(error).__name__}): restore it, or give another name"
+        ) from None
     for section in _WHAT_MAY_NOT_CHANGE:
-        old, new = before.get(section), resolved[section]  # type: ignore[union-attr]
+        old, new = _get(before, section), _get(resolved, section)
         if old != new:
             if isinstance(old, dict) and isinstance(new, dict):
                 key = next(key for key in (*old, *new) if old.get(key) != new.get(key))
@@ -222,6 +248,29 @@ def refuse_other_run(folder: Path, resolved: dict[str, Any]) -> None:
                 f"{folder} holds a run with {section}={old}, this one has {section}={new}: "
                 "give it another name, or the old setting"
             )
+
+
+def refuse_other_data(folder: Path, facts: dict[str, Any]) -> None:
+    """Error if the folder holds checkpoints of a run on other data, though the settings are the same."""
+    stored = folder / "manifest.json"
+    if not stored.exists() or not any((folder / "checkpoints").glob("step-*")):
+        return
+    try:
+        before = json.loads(stored.read_text())["data"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{stored} cannot be read: restore it, or give another name") from None
+    for key in _DATA_MAY_NOT_CHANGE:
+        if before.get(key) != facts.get(key):
+            raise ValueError(
+                f"{folder} holds a run on other data ({key} was {before.get(key)}, is {facts.get(key)}): "
+                "give it another name, or the data as they were"
+            )
+
+
+def _get(tree: Any, path: str) -> Any:
+    for key in path.split("."):
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
 
 
 def locked(folder: Path) -> FileLock:

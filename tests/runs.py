@@ -47,7 +47,7 @@ def built(corpus: Path, out: Path, *overrides: str, world: World = HERE) -> Run:
 def trained(corpus: Path, out: Path, *overrides: str, world: World = HERE) -> Run:
     """Such a run, trained to its end from wherever it was."""
     run = built(corpus, out, *overrides, world=world)
-    run.trainer.resume()
+    run.resume()
     run.trainer.fit()
     run.close()
     return run

@@ -162,12 +162,44 @@ def test_another_lr_or_budget_takes_effect_on_resume(corpus, tmp_path):
 
 @pytest.mark.parametrize(
     "change, part",
-    [("model.layers=3", "model.layers=2"), ("seq_len=64", "seq_len=32"), ("seed=1", "seed=0")],
+    [
+        ("model.layers=3", "model.layers=2"),
+        ("seq_len=64", "seq_len=32"),
+        ("seed=1", "seed=0"),
+        ("optim=adamw", "optim._target_=muown_train.optim.Muown"),
+        ("optim=muon", "optim._target_=muown_train.optim.Muown"),
+    ],
 )
 def test_another_model_or_data_on_resume_is_an_error(corpus, tmp_path, change, part):
     trained(corpus, tmp_path, "tokens=1024")
+    before = record(tmp_path)
     with pytest.raises(ValueError, match=part):
-        trained(corpus, tmp_path, change)
+        trained(corpus, tmp_path, change, "tokens=2048")
+    assert record(tmp_path) == before
+
+
+def record(out: Path) -> list[bytes]:
+    return [(out / "run" / name).read_bytes() for name in ("config.yaml", "manifest.json", "metrics.jsonl")]
+
+
+def test_other_texts_under_the_same_name_are_an_error(corpus, tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for path in corpus.glob("*.txt"):
+        (texts / path.name).write_text(path.read_text())
+    trained(texts, tmp_path, "tokens=1024")
+    before = record(tmp_path)
+    (texts / "007.txt").write_text("Something else entirely. " * 40)
+    with pytest.raises(ValueError, match="holds a run on other data"):
+        trained(texts, tmp_path, "tokens=2048")
+    assert record(tmp_path) == before
+
+
+def test_the_record_of_a_finished_run_stays_as_it_was(corpus, tmp_path):
+    trained(corpus, tmp_path, "tokens=1024")
+    before = record(tmp_path)
+    trained(corpus, tmp_path, "tokens=1024", "optim.lr=0.5")
+    assert record(tmp_path) == before
 
 
 def test_an_update_with_a_gradient_that_is_not_finite_is_left_out(corpus, tmp_path):
