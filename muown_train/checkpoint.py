@@ -174,8 +174,14 @@ class Checkpoints:
         return step
 
     def read(self) -> tuple[int, dict[str, Any]] | None:
-        """Step and flat content of the newest undamaged checkpoint. A collective call."""
-        newest = self.world.gather(self._newest() if self.world.is_main else None)[0]
+        """Step and flat content of the newest undamaged checkpoint. A collective call.
+
+        Raises:
+            ValueError: on every rank, if there are checkpoints but none that can be used.
+        """
+        newest, error = self.world.gather(self._newest() if self.world.is_main else (None, None))[0]
+        if error:
+            raise ValueError(error)
         if newest is None:
             return None
         index = json.loads((self.folder / newest / "index.json").read_text())
@@ -185,17 +191,24 @@ class Checkpoints:
             flat |= json.loads(path.read_text()) if path.suffix == ".json" else load_file(path)
         return index["step"], flat
 
-    def _newest(self) -> str | None:
+    def _newest(self) -> tuple[str | None, str | None]:
+        """Name of the newest undamaged checkpoint, or why there is none although there were some."""
         for folder in sorted(self.folder.glob("step-*"), reverse=True):
+            if (version := _format(folder)) not in (FORMAT, None):
+                return None, f"{folder} has format {version}, this version of the program reads {FORMAT}"
             fault = _fault(folder)
             if fault is None:
-                return folder.name
+                return folder.name, None
             aside = folder.with_name(f"damaged-{folder.name}")
             while aside.exists():
                 aside = aside.with_name(aside.name + "+")
             folder.rename(aside)
-            self.warn(f"checkpoint {folder} is damaged ({fault}): set aside as {aside.name}, using the one before it")
-        return None
+            self.warn(f"checkpoint {folder} is damaged ({fault}): set aside as {aside.name}, trying the one before it")
+        if any(self.folder.glob("damaged-step-*")):
+            return None, (
+                f"no checkpoint in {self.folder} can be used: restore one, or give the run another name to start again"
+            )
+        return None, None
 
     def _attempt(self, action: Callable[[], Any]) -> list[Any]:
         """Results of all ranks, or one OSError on all of them: no rank waits for one that failed."""
@@ -261,12 +274,18 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _format(folder: Path) -> Any:
+    """The format that a checkpoint's index states; None if it cannot be read."""
+    try:
+        return json.loads((folder / "index.json").read_text())["format"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _fault(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
         index = json.loads((folder / "index.json").read_text())
-        if index["format"] != FORMAT:
-            return f"its format is {index['format']}, this version reads {FORMAT}"
         for name, expected in index["files"].items():
             path = folder / name
             if path.parent != folder:

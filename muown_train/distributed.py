@@ -44,10 +44,6 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.gather(None)
-
 
 @contextmanager
 def world(timeout: timedelta = timedelta(minutes=30)) -> Iterator[World]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 Line = dict[str, Any]
 
-_VALID = ("valid/loss", "valid/perplexity")
+_VALID = ("valid/loss", "valid/perplexity", "train/skipped_updates")
 
 
 class Sink(Protocol):
@@ -45,7 +45,7 @@ class Metrics:
             return
         kept: list[str] = []
         rolled_back: list[str] = []
-        for text in self.path.read_text().splitlines(keepends=True):
+        for text in self.path.read_text(errors="replace").splitlines(keepends=True):
             (kept if _step(text) <= step else rolled_back).append(text if text.endswith("\n") else text + "\n")
         if not rolled_back:
             return
@@ -62,7 +62,7 @@ class Metrics:
 
 def read_metrics(path: Path) -> list[Line]:
     """The lines of a metrics.jsonl; a last line that was cut off is left out."""
-    return [json.loads(text) for text in path.read_text().splitlines() if _step(text) < math.inf]
+    return [json.loads(text) for text in path.read_text(errors="replace").splitlines() if _step(text) < math.inf]
 
 
 def _step(text: str) -> float:
@@ -123,7 +123,7 @@ class LiveConsole:
 
     def lines(self, lines: Sequence[Line]) -> None:
         for line in lines:
-            if "valid/loss" in line:
+            if "valid/loss" in line or "train/skipped_updates" in line:
                 short = {key: line[key] for key in ("step", "train/loss", *_VALID) if key in line}
                 self.progress.console.print(describe(short, self.steps), highlight=False)
         last = lines[-1]
@@ -152,6 +152,8 @@ def describe(line: Line, steps: int) -> str:
         parts.append(f"loss {line['train/loss']:.4f}")
     if "valid/loss" in line:
         parts.append(f"validation loss {line['valid/loss']:.4f} (perplexity {line['valid/perplexity']:.2f})")
+    if "train/skipped_updates" in line:
+        parts.append(f"{line['train/skipped_updates']} UPDATES SKIPPED: gradients not finite")
     if "train/lr" in line:
         parts.append(f"lr {line['train/lr']:.2e}")
     if "train/grad_norm" in line:

@@ -1,5 +1,6 @@
 """What the user sees at the end of a run, and the plot."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,10 @@ from muown_train.records import Line, duration, plot_losses
 
 def summarize(lines: Sequence[Line]) -> dict[str, Any]:
     """The final numbers of a run from its metrics."""
-    final = [line for line in lines if "valid/loss" in line][-1]
+    evaluated = [line for line in lines if "valid/loss" in line]
+    if not evaluated:
+        raise ValueError("the run's metrics.jsonl holds no evaluation: it was changed or removed since it was written")
+    final = evaluated[-1]
     speeds = [line["system/tokens_per_second"] for line in lines if "system/tokens_per_second" in line]
     return {
         "step": final["step"],
@@ -52,7 +56,7 @@ def finish(run: Run, already: bool) -> None:
             f"{summary['step']:,} updates, {summary['tokens']:,} tokens in {duration(summary['seconds'])}, "
             f"{summary['tokens_per_second']:,.0f} tokens/s"
         )
-    if run.config.sample_tokens:
+    if run.config.sample_tokens and math.isfinite(summary["valid/loss"]):
         print(f"\n--- sample ---\n{sample(run)}\n--- end of sample ---\n")
     print(f"{run.folder}: {', '.join(sorted(path.name for path in run.folder.iterdir() if path.name[0] != '.'))}")
     if already:

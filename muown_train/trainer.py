@@ -145,7 +145,9 @@ class Trainer:
             group["lr"] = base_lr * multiplier
         line: Line = {"step": self.step + 1, "tokens": self.tokens + targets}
         line["train/lr"] = self.base_lrs[0] * multiplier
-        if torch.isfinite(grad_norm):  # the same decision on every rank, since gradients are reduced
+        if torch.isfinite(
+            grad_norm
+        ):  # on a GPU this waits for the backward pass; the same decision on every rank, since gradients are reduced
             self.optimizer.step()
         else:
             line["train/skipped"] = True
@@ -173,7 +175,7 @@ class Trainer:
         return {"valid/loss": loss, "valid/perplexity": math.exp(min(loss, 700)), "valid/tokens": count}
 
     def collect(self) -> list[Line]:
-        """Bring the numbers of pending updates to the host; a collective call, the only wait for the device."""
+        """Bring the numbers of pending updates to the host; a collective call."""
         losses = self.world.sum(torch.stack([update.loss for update in self.pending])).tolist()
         norms = torch.stack([update.grad_norm for update in self.pending]).tolist()
         hashes = self.world.sum(torch.tensor([update.hash for update in self.pending])).tolist()
@@ -185,6 +187,8 @@ class Trainer:
             line["train/loss"], line["train/grad_norm"] = losses[i], norms[i]
             line["data/hash"] = f"{hashes[i] % 2**64:016x}"
             lines.append(line)
+        if skipped := sum("train/skipped" in line for line in lines):
+            lines[-1]["train/skipped_updates"] = skipped
         lines[-1] |= self.speed(seconds)
         self.seconds += seconds
         self.pending = []

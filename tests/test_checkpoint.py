@@ -128,7 +128,21 @@ def test_an_index_cannot_point_outside(tmp_path):
     index = json.loads(path.read_text())
     index["files"]["../../secret.json"] = {"bytes": 2, "sha256": ""}
     path.write_text(json.dumps(index))
-    assert checkpoints.load({}) is None and "secret" in said[0]
+    for _ in range(2):  # and no run starts from nothing in a folder whose checkpoints were lost
+        with pytest.raises(ValueError, match=r"no checkpoint in .* can be used"):
+            checkpoints.load({})
+    assert "secret" in said[0]
+
+
+def test_a_checkpoint_of_another_version_is_an_error_and_stays(tmp_path):
+    checkpoints = Checkpoints(tmp_path, HERE)
+    for step in (1, 2):
+        checkpoints.save(step, some_state(step))
+    path = tmp_path / "step-00000002" / "index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
+    with pytest.raises(ValueError, match="format 2"):
+        checkpoints.load({})
+    assert path.exists()
 
 
 def test_a_pickle_is_never_opened(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -55,6 +56,8 @@ class Loader:
         if self._reader is None:
             items = _batches(self._rows, self._state["rows"], *self._deal, self._pin_memory)
             self._reader = _Thread(items, self._prefetch) if self._prefetch else _Inline(items)
+            # a thread that still computes when the interpreter goes down can abort the process
+            weakref.finalize(self, self._reader.close)
         batch, self._state = self._reader.get()
         return batch
 
