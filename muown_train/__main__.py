@@ -30,7 +30,7 @@ def explained() -> Iterator[None]:
         if os.environ.get("MUOWN_TRACEBACK") == "1":
             raise
         rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-        sys.exit(f"{rank}error: {one_sentence(error, sys.argv[1:])}")
+        sys.exit(f"{rank}error: {one_sentence(error, [word for word in sys.argv[1:] if not word.startswith('-')])}")
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="train")

@@ -79,6 +79,7 @@ def test_a_run_leaves_everything_in_one_folder_and_says_so(corpus, tmp_path, mon
         (["data.tokenizer=/no/such/tokenizer.json"], ["/no/such/tokenizer.json"]),
         (["out=/proc/runs"], ["/proc/runs"]),
         (["cache=/proc/cache", "data.text=other"], ["/proc/cache"]),
+        (["--multirun", "optim.lr=-1,-2"], ["lr", "-1"]),
         (["+model=5"], ["no +model=5", "500m"]),
         (["optim/rest=5"], ["no optim/rest=5", "adamw"]),
         (["optim=null"], ["no optim=null", "muown"]),
