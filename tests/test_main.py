@@ -79,7 +79,6 @@ def test_a_run_leaves_everything_in_one_folder_and_says_so(corpus, tmp_path, mon
         (["data.tokenizer=/no/such/tokenizer.json"], ["/no/such/tokenizer.json"]),
         (["out=/proc/runs"], ["/proc/runs"]),
         (["cache=/proc/cache", "data.text=other"], ["/proc/cache"]),
-        (["--multirun", "optim.lr=-1,-2"], ["lr", "-1"]),
         (["+model=5"], ["no +model=5", "500m"]),
         (["optim/rest=5"], ["no optim/rest=5", "adamw"]),
         (["optim=null"], ["no optim=null", "muown"]),
@@ -113,6 +112,11 @@ def test_bad_input_is_one_sentence_and_leaves_no_run(corpus, tmp_path, monkeypat
     said = capfd.readouterr().err
     assert "Traceback" not in said and "Error executing" not in said
     assert not list(tmp_path.iterdir())
+
+
+def test_flags_are_not_taken_for_settings(corpus, tmp_path, monkeypatch):
+    message = str(call(monkeypatch, "--multirun", *small(corpus, tmp_path, "optim.lr=-1,-2")))
+    assert message.startswith("error: lr must be"), message
 
 
 def test_the_exit_status_is_1_and_there_is_no_traceback():
