@@ -5,15 +5,16 @@ Everything that can be wrong is found before data are read or fetched, and befor
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from yaml import YAMLError
 
 from muown_train import hardware, manifest
 from muown_train.batch import rows_per_update, updates
@@ -37,7 +38,7 @@ _DATA_MAY_NOT_CHANGE = ("content", "tokenizer_hash", "revision", "held_out_conte
 class TopLevel:
     """The plain keys of train.yaml, checked."""
 
-    name: str | int
+    name: str
     out: str
     cache: str | None
     seed: int
@@ -59,7 +60,7 @@ class TopLevel:
     paper_exact: bool
 
     def __post_init__(self) -> None:
-        check_name(self.name)
+        self.name = check_name(self.name)  # name=5 is a number in YAML
         for key, allowed in (("out", str), ("cache", str | None)):
             if not isinstance(getattr(self, key), allowed):
                 raise ValueError(f"{key}={getattr(self, key)!r} must be a folder")
@@ -92,9 +93,9 @@ class Run:
     data: TrainingData
     config: TopLevel
     resolved: dict[str, Any]  # the whole configuration
-    facts: dict[str, Any]  # for the manifest
-    sinks: list[Sink]  # none but on the main rank
-    lock: FileLock | None  # of the folder, on the main rank
+    facts: dict[str, Any]  # for the manifest; this and what follows on the main rank alone
+    sinks: list[Sink]
+    lock: FileLock | None  # of the folder
 
     def resume(self) -> bool:
         """Take up the newest checkpoint and, unless the run is finished, write down what it now is.
@@ -140,21 +141,21 @@ def build(config: DictConfig, name: str, world: World) -> Run:
     batch_rows = rows_per_update(top.batch_tokens, top.seq_len, top.micro_batch, world.size)
 
     torch.manual_seed(top.seed)
-    model: LanguageModel = factory(resolved, "model")().to(world.device)
+    model: LanguageModel = factory(resolved["model"], "model")().to(world.device)
     if model.seq_len < top.seq_len:
         raise ValueError(
             f"model.seq_len={model.seq_len} is shorter than seq_len={top.seq_len}, the rows it is to train on"
         )
     parameters = sum(p.numel() for p in model.parameters())
     steps = updates(top.tokens, top.tokens_per_parameter, parameters, top.batch_tokens)
-    schedule: Schedule = factory(resolved, "schedule", given=["step", "steps"])
+    schedule: Schedule = factory(resolved["schedule"], "schedule", given=["step", "steps"])
     schedule(0, steps)  # an impossible setting is found now
     optimizer = make_optimizer(resolved, model)
     if top.shard_optimizer and world.size > 1:
         shard(optimizer)
-    tracking: Sink | None = factory(resolved, "tracking")() if resolved["tracking"] else None
+    tracking: Sink | None = factory(resolved["tracking"], "tracking")() if resolved["tracking"] else None
 
-    folder = Path(top.out) / str(top.name)
+    folder = Path(top.out) / top.name
     refuse_other_run(folder, resolved)
     from_run = {
         "seq_len": top.seq_len,
@@ -163,7 +164,7 @@ def build(config: DictConfig, name: str, world: World) -> Run:
         "cache": cache_folder(top.cache),
         "vocab_size": model.vocab_size,
     }
-    data: TrainingData = factory(resolved, "data", given=[*from_run, "progress"])(**from_run)
+    data: TrainingData = factory(resolved["data"], "data", given=[*from_run, "progress"])(**from_run)
     settings = Settings(
         steps=steps,
         batch_tokens=top.batch_tokens,
@@ -190,10 +191,12 @@ def build(config: DictConfig, name: str, world: World) -> Run:
         settings=settings,
         metrics=Metrics(folder) if world.is_main else None,
     )
-    facts = manifest.describe(model, optimizer, data.facts, settings, world)
-    sinks = [sink for sink in (console(), tracking) if sink] if world.is_main else []
-    lock = locked(folder) if world.is_main else None
-    return Run(trainer, model, folder, data, top, resolved, facts, sinks, lock)
+    run = Run(trainer, model, folder, data, top, resolved, facts={}, sinks=[], lock=None)
+    if world.is_main:
+        run.facts = manifest.describe(model, optimizer, data.facts, settings, world)
+        run.sinks = [sink for sink in (console(), tracking) if sink]
+        run.lock = locked(folder)
+    return run
 
 
 def top_level(resolved: dict[str, Any], name: str) -> TopLevel:
@@ -219,8 +222,8 @@ def make_optimizer(resolved: dict[str, Any], model: nn.Module) -> Combined:
         raise ValueError(f"optim.row_blocks={row_blocks!r} must be true or false")
     of_role = {role: rest.pop(role, None) or {} for role in ("embedding", "head", "vector")}
     del optim["rest"]
-    for_matrices = factory({"optim": optim}, "optim", given=["params"])
-    for_rest = factory({"optim": {"rest": rest}}, "optim.rest", given=["params"])
+    for_matrices = factory(optim, "optim", given=["params"])
+    for_rest = factory(rest, "optim.rest", given=["params"])
     for role, settings in of_role.items():
         check_settings(settings, for_rest, f"optim.rest.{role}", given=["params"])
     matrices, others = param_groups(model, blocks=row_blocks)
@@ -229,16 +232,8 @@ def make_optimizer(resolved: dict[str, Any], model: nn.Module) -> Combined:
 
 def refuse_other_run(folder: Path, resolved: dict[str, Any]) -> None:
     """Error if the folder holds checkpoints of a run that this configuration cannot go on with."""
-    stored = folder / "config.yaml"
-    if not stored.exists() or not any((folder / "checkpoints").glob("step-*")):
-        return
-    try:
-        before = OmegaConf.to_container(OmegaConf.load(stored), resolve=False)
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{stored} cannot be read ({type(error).__name__}): restore it, or give another name"
-        ) from None
-    for section in _WHAT_MAY_NOT_CHANGE:
+    before = _of_checkpoints(folder / "config.yaml", yaml.safe_load)
+    for section in _WHAT_MAY_NOT_CHANGE if before is not None else ():
         old, new = _get(before, section), _get(resolved, section)
         if old != new:
             if isinstance(old, dict) and isinstance(new, dict):
@@ -252,19 +247,26 @@ def refuse_other_run(folder: Path, resolved: dict[str, Any]) -> None:
 
 def refuse_other_data(folder: Path, facts: dict[str, Any]) -> None:
     """Error if the folder holds checkpoints of a run on other data, though the settings are the same."""
-    stored = folder / "manifest.json"
-    if not stored.exists() or not any((folder / "checkpoints").glob("step-*")):
-        return
-    try:
-        before = json.loads(stored.read_text())["data"]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{stored} cannot be read: restore it, or give another name") from None
-    for key in _DATA_MAY_NOT_CHANGE:
-        if before.get(key) != facts.get(key):
+    before = _of_checkpoints(folder / "manifest.json", json.loads)
+    for key in _DATA_MAY_NOT_CHANGE if before is not None else ():
+        old, new = _get(before, f"data.{key}"), facts.get(key)
+        if old != new:
             raise ValueError(
-                f"{folder} holds a run on other data ({key} was {before.get(key)}, is {facts.get(key)}): "
+                f"{folder} holds a run on other data ({key} was {old}, is {new}): "
                 "give it another name, or the data as they were"
             )
+
+
+def _of_checkpoints(stored: Path, parse: Callable[[str], Any]) -> Any:
+    """A file of the record that goes with a run's checkpoints; None where there are none of them."""
+    if not stored.exists() or not any((stored.parent / "checkpoints").glob("step-*")):
+        return None
+    try:
+        return parse(stored.read_text())
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(
+            f"{stored} cannot be read ({type(error).__name__}): restore it, or give another name"
+        ) from None
 
 
 def _get(tree: Any, path: str) -> Any:

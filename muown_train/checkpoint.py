@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from muown_train.distributed import World
+from muown_train.files import sync
 from muown_train.optim.param_roles import canonical_name
 
 FORMAT = 1  # of the folder and of index.json
@@ -194,9 +195,10 @@ class Checkpoints:
     def _newest(self) -> tuple[str | None, str | None]:
         """Name of the newest undamaged checkpoint, or why there is none although there were some."""
         for folder in sorted(self.folder.glob("step-*"), reverse=True):
-            if (version := _format(folder)) not in (FORMAT, None):
-                return None, f"{folder} has format {version}, this version of the program reads {FORMAT}"
-            fault = _fault(folder)
+            try:
+                fault = _fault(folder)
+            except _OtherFormat as error:
+                return None, str(error)
             if fault is None:
                 return folder.name, None
             aside = folder.with_name(f"damaged-{folder.name}")
@@ -261,31 +263,21 @@ def _publish(partial: Path, final: Path, index: Mapping[str, Any]) -> None:
     path = partial / "index.json"
     path.write_text(json.dumps(index, indent=1))
     _seal(path)
-    _sync_folder(partial)
+    sync(partial)
     partial.rename(final)
-    _sync_folder(final.parent)
+    sync(final.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _format(folder: Path) -> Any:
-    """The format that a checkpoint's index states; None if it cannot be read."""
-    try:
-        return json.loads((folder / "index.json").read_text())["format"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+class _OtherFormat(Exception):
+    """A checkpoint of another version of the program, which is no damage."""
 
 
 def _fault(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
         index = json.loads((folder / "index.json").read_text())
+        if index["format"] != FORMAT:
+            raise _OtherFormat(f"{folder} has format {index['format']}, this version of the program reads {FORMAT}")
         for name, expected in index["files"].items():
             path = folder / name
             if path.parent != folder:

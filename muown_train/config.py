@@ -77,13 +77,14 @@ def check_name(name: Any) -> str:
 def one_sentence(error: BaseException, overrides: list[str]) -> str:
     """What went wrong, for a person: unwrapped from Hydra's layers, with the nearest name that exists."""
     text = str(error)
+    groups = _groups()
     for override in overrides:
         if not _parses(override):
             return f"cannot read {override!r}: settings are key=value, text with special characters in quotes"
         group, _, option = override.lstrip("+").partition("=")
-        if group in _groups() and option not in _groups()[group]:
-            others = ", ".join(_groups()[group]) or "none"
-            return f"there is no {override}{nearest(option, _groups()[group])}; there are {others}"
+        if group in groups and option not in groups[group]:
+            others = ", ".join(groups[group]) or "none"
+            return f"there is no {override}{nearest(option, groups[group])}; there are {others}"
     if unknown := re.search(r"Could not override '([^']+)'", text):
         key, known = unknown.group(1), known_keys(overrides)
         if key not in known:
@@ -132,7 +133,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def known_keys(overrides: list[str]) -> list[str]:
     """Every key, dotted, of the configuration with the choices among these overrides."""
-    choices = [o for o in overrides if o.split("=")[0] in _groups()]
+    groups = _groups()
+    choices = [o for o in overrides if o.split("=")[0] in groups]
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         return list(_dotted(OmegaConf.to_container(compose("train", choices), resolve=False)))
 

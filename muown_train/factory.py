@@ -11,20 +11,17 @@ from hydra.utils import instantiate
 from muown_train.config import nearest
 
 
-def factory(resolved: dict[str, Any], section: str, given: Iterable[str] = ()) -> partial[Any]:
-    """The `_target_` of a section with its settings.
+def factory(settings: Mapping[str, Any], section: str, given: Iterable[str] = ()) -> partial[Any]:
+    """The `_target_` among settings with the others as its arguments.
 
     Args:
-        section: dotted path of a mapping such as `optim.rest`.
+        section: what messages call the settings, such as `optim.rest`.
         given: arguments that come from the program and cannot be set.
 
     Raises:
         ValueError: see `check_settings`.
     """
-    node: Any = resolved
-    for part in section.split("."):
-        node = node[part]
-    made: partial[Any] = instantiate({**node, "_partial_": True, "_convert_": "all"})
+    made: partial[Any] = instantiate({**settings, "_partial_": True, "_convert_": "all"})
     check_settings(made.keywords, made, section, given)
     return made
 

@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from muown_train.distributed import World
+from muown_train.files import replace_text
 from muown_train.hardware import device_name
 from muown_train.optim import Combined
 from muown_train.optim.base import MatrixOptimizer
@@ -60,16 +60,13 @@ def groups(optimizer: Combined) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, config: str, facts: Mapping[str, Any]) -> None:
-    """config.yaml and manifest.json in a run's folder, which is made.
+    """config.yaml and manifest.json in a run's folder.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("config.yaml", config), ("manifest.json", json.dumps(facts, indent=1) + "\n")):
-        beside = folder / f".{name}"
-        beside.write_text(text)
-        os.replace(beside, folder / name)
+    replace_text(folder / "config.yaml", config)
+    replace_text(folder / "manifest.json", json.dumps(facts, indent=1) + "\n")
 
 
 def show(facts: Mapping[str, Any], folder: Path) -> None:

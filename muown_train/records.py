@@ -5,12 +5,13 @@ Only the main rank has records. A line is a flat JSON object with `step`, the nu
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+from muown_train.files import replace_text
 
 Line = dict[str, Any]
 
@@ -51,9 +52,7 @@ class Metrics:
             return
         with self.path.with_name("metrics.rolled_back.jsonl").open("a") as file:
             file.writelines(rolled_back)
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text("".join(kept))
-        os.replace(beside, self.path)
+        replace_text(self.path, "".join(kept))
 
     def read(self) -> list[Line]:
         """All lines."""

@@ -72,7 +72,7 @@ class Trainer:
     Args:
         model: `model(inputs (B, T), targets (B, T))` gives the summed loss; on world.device, maybe compiled.
         valid: (N,) token ids of the validation text.
-        metrics, sinks: None and empty on all ranks but the main one.
+        metrics: None on all ranks but the main one. `sinks` is set there once the run goes on.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class Trainer:
         checkpoints: Checkpoints,
         settings: Settings,
         metrics: Metrics | None = None,
-        sinks: Sequence[Sink] = (),
     ) -> None:
         self.world, self.model, self.optimizer, self.schedule = world, model, optimizer, schedule
         self.loader, self.valid, self.checkpoints, self.settings = loader, valid, checkpoints, settings
-        self.metrics, self.sinks = metrics, sinks
+        self.metrics = metrics
+        self.sinks: Sequence[Sink] = ()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.base_lrs = [group["lr"] for group in optimizer.param_groups]
         self.replica = model if world.size == 1 else replicated(model, world.device)
@@ -145,9 +145,8 @@ class Trainer:
             group["lr"] = base_lr * multiplier
         line: Line = {"step": self.step + 1, "tokens": self.tokens + targets}
         line["train/lr"] = self.base_lrs[0] * multiplier
-        if torch.isfinite(
-            grad_norm
-        ):  # on a GPU this waits for the backward pass; the same decision on every rank, since gradients are reduced
+        # on a GPU this waits for the backward pass; gradients are reduced, so that every rank decides alike
+        if torch.isfinite(grad_norm):
             self.optimizer.step()
         else:
             line["train/skipped"] = True

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from muown_train.files import sync
 
 CHECKED = 1 << 27  # files up to so many bytes are read through at each start; of larger ones only the size
 WAIT = 3.0  # seconds before saying that one waits
@@ -67,7 +68,7 @@ def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> Any:
         text = json.dumps(index)
         (partial / "index.json").write_text(text)
         for path in partial.iterdir():
-            _sync(path)
+            sync(path)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     finally:
@@ -89,11 +90,3 @@ def _describe(path: Path) -> dict[str, Any]:
     if size > CHECKED:
         return {"bytes": size}
     return {"bytes": size, "blake2b": hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

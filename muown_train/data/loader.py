@@ -112,7 +112,7 @@ class _Inline:
 
 
 class _Thread:
-    """Holds no reference to the loader, so that a forgotten loader can end it."""
+    """Holds no reference to the loader, whose end ends it."""
 
     def __init__(self, items: Iterator[Item], ahead: int) -> None:
         self._queue: queue.Queue[Item | BaseException] = queue.Queue(maxsize=ahead)
@@ -136,9 +136,6 @@ class _Thread:
         if self._thread.is_alive():
             self._error = RuntimeError("the loader was closed while its reading hung")
         return not self._thread.is_alive()
-
-    def __del__(self) -> None:
-        self._stop.set()
 
 
 def _fill(items: Iterator[Item], out: queue.Queue[Item | BaseException], stop: threading.Event) -> None:

@@ -111,7 +111,7 @@ class MatrixOptimizer(EagerOptimizer):
             kinds = ("newton_schulz", "polar_express", "svd")
             check_choice("orthogonalizer", group["orthogonalizer"], kinds, "a callable")
         steps = group["ns_steps"]
-        if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps < 100:
+        if not is_whole(steps) or not 1 <= steps < 100:
             raise ValueError(f"ns_steps must be a whole number from 1 to 99, got {steps!r}")
         group["ns_coefficients"] = check_numbers("ns_coefficients", group["ns_coefficients"], 3, low=-math.inf)
         if is_sequence(group["blocks"]):
@@ -131,14 +131,7 @@ class MatrixOptimizer(EagerOptimizer):
             raise ValueError(f"{name}: {kind} takes matrices with elements, got shape {tuple(W.shape)}")
         if not W.is_floating_point():
             raise ValueError(f"{name}: {kind} takes real floating-point parameters, got {W.dtype}")
-        blocks = group["blocks"]
-        if blocks is None:
-            return
-        whole = is_sequence(blocks) and all(isinstance(b, int) and not isinstance(b, bool) for b in blocks)
-        if not whole or not blocks or min(blocks) < 1 or sum(blocks) != W.shape[0]:
-            raise ValueError(
-                f"{name}: blocks must be positive whole numbers that sum to its {W.shape[0]} rows, got {blocks!r}"
-            )
+        check_blocks(name, W, group["blocks"])
 
 
 def adjust_lr(adjust_lr_fn: str | None, m: int, n: int) -> float:
@@ -204,6 +197,22 @@ def _block_rows(p: Tensor, group: Group) -> Iterable[int]:
 def is_sequence(value: object) -> bool:
     """Whether value is a list, a tuple or alike, and no string."""
     return isinstance(value, Iterable) and hasattr(value, "__len__") and not isinstance(value, str)
+
+
+def is_whole(value: object) -> bool:
+    """Whether value is a whole number, and no boolean."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_blocks(name: str, W: Tensor, blocks: Any) -> None:
+    """Raise ValueError naming W unless its rows are those of the blocks, or blocks is None."""
+    if blocks is None:
+        return
+    whole = is_sequence(blocks) and all(is_whole(rows) and rows > 0 for rows in blocks)
+    if not whole or sum(blocks) != W.shape[0]:
+        raise ValueError(
+            f"{name}: blocks must be positive whole numbers that sum to its {W.shape[0]} rows, got {blocks!r}"
+        )
 
 
 def check_number(key: str, value: object, *, low: float = 0.0, below: float = math.inf, positive: bool = False) -> None:

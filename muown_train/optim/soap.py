@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import check_number, check_numbers, is_sequence
+from .base import check_blocks, check_number, check_numbers, is_sequence, is_whole
 from .eager import EagerOptimizer, Group, State
 
 
@@ -82,7 +82,7 @@ class SOAP(EagerOptimizer):
         check_number("eps", group["eps"], positive=True)
         group["betas"] = check_numbers("betas", group["betas"], 2, below=1.0)
         for key, least in (("precondition_frequency", 1), ("max_precondition_dim", 0)):
-            if not _is_whole(group[key]) or group[key] < least:
+            if not is_whole(group[key]) or group[key] < least:
                 raise ValueError(f"{key} must be a whole number of at least {least}, got {group[key]!r}")
         if not isinstance(group["correct_bias"], bool):
             raise ValueError(f"correct_bias must be true or false, got {group['correct_bias']!r}")
@@ -91,16 +91,9 @@ class SOAP(EagerOptimizer):
 
     def check_parameter(self, name: str, W: Tensor, group: Group) -> None:
         super().check_parameter(name, W, group)
-        blocks = group["blocks"]
-        if blocks is None:
-            return
-        if W.ndim != 2:
+        if group["blocks"] is not None and W.ndim != 2:
             raise ValueError(f"{name}: only matrices have blocks, got {W.ndim} dimensions")
-        whole = is_sequence(blocks) and all(_is_whole(rows) and rows > 0 for rows in blocks)
-        if not whole or sum(blocks) != W.shape[0]:
-            raise ValueError(
-                f"{name}: blocks must be positive whole numbers that sum to its {W.shape[0]} rows, got {blocks!r}"
-            )
+        check_blocks(name, W, group["blocks"])
 
     def init_state(self, W: Tensor, group: Group) -> State:
         dtype = W.dtype if W.dtype == torch.float64 else torch.float32
@@ -183,7 +176,3 @@ def _sides(state: State, i: int) -> list[_Side]:
 def _split(X: Tensor, group: Group) -> tuple[Tensor, ...]:
     """The matrices of a fused parameter, or the parameter itself."""
     return X.split(group["blocks"]) if group["blocks"] else (X,)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
