@@ -151,6 +151,8 @@ def build(config: DictConfig, name: str, world: World) -> Run:
     schedule: Schedule = factory(resolved["schedule"], "schedule", given=["step", "steps"])
     schedule(0, steps)  # an impossible setting is found now
     optimizer = make_optimizer(resolved, model)
+    if top.compile:
+        optimizer.compile()
     if top.shard_optimizer and world.size > 1:
         shard(optimizer)
     tracking: Sink | None = factory(resolved["tracking"], "tracking")() if resolved["tracking"] else None

@@ -1,18 +1,23 @@
 """Time one step of the optimizers side by side: `python scripts/benchmark_optim.py [--size small] [--rounds 21]`.
 
 Every round times one step of every contender on the same gradients, in an order that rotates, so that what disturbs
-the machine disturbs all of them. Printed are medians, and medians of each round's ratio to torch.optim.Muon.
+the machine disturbs all of them. Printed are medians, medians of each round's ratio to the first contender, and the
+most memory that a step takes besides parameters, gradients and state. `--compile` adds compiled contenders, `--ranks 2`
+compares sharded with replicated optimizers over gloo (over NCCL where each rank has a GPU).
 """
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from muown_train.optim import Muon, Muown
+from muown_train.optim import Muon, Muown, shard
 from muown_train.optim.orthogonalize import has_fast_bfloat16
 
 # rows, columns and row blocks of the matrices of one layer; number of layers
@@ -56,31 +61,49 @@ def _textbook(x: Tensor) -> Tensor:
     return y.T if x.shape[0] > x.shape[1] else y
 
 
-def contenders(size: str, device: str) -> dict[str, torch.optim.Optimizer]:
+def own(size: str, device: str) -> list[dict]:
+    """Parameters for one contender alone."""
+    return matrices(size, torch.float32, device)
+
+
+def contenders(size: str, device: str, compiled: bool) -> dict[str, torch.optim.Optimizer]:
     """What is compared, each with parameters of its own."""
-
-    def own() -> list[dict]:
-        return matrices(size, torch.float32, device)
-
-    return {
-        "torch.optim.Muon": torch.optim.Muon(without_blocks(own()), adjust_lr_fn="match_rms_adamw"),
-        "Muon": Muon(own(), adjust_lr_fn="match_rms_adamw"),
-        "Muon, fused as one": Muon(without_blocks(own()), adjust_lr_fn="match_rms_adamw"),
-        "Muown": Muown(own()),
-        "Muown, magnitude fixed": Muown(own(), magnitude="fixed"),
-        "Muown, float32": Muown(own(), ns_dtype="float32"),
-        "Muown, float32, loop": Muown(own(), orthogonalizer=one_by_one),
+    optimizers = {
+        "torch.optim.Muon": torch.optim.Muon(without_blocks(own(size, device)), adjust_lr_fn="match_rms_adamw"),
+        "Muon": Muon(own(size, device), adjust_lr_fn="match_rms_adamw"),
+        "Muon, fused as one": Muon(without_blocks(own(size, device)), adjust_lr_fn="match_rms_adamw"),
+        "Muown": Muown(own(size, device)),
+        "Muown, fused as one": Muown(without_blocks(own(size, device))),
+        "Muown, magnitude fixed": Muown(own(size, device), magnitude="fixed"),
+        "Muown, float32": Muown(own(size, device), ns_dtype="float32"),
+        "Muown, float32, loop": Muown(own(size, device), orthogonalizer=one_by_one),
     }
+    if compiled:
+        optimizers["Muon, compiled"] = Muon(own(size, device), adjust_lr_fn="match_rms_adamw")
+        optimizers["Muown, compiled"] = Muown(own(size, device))
+        for name in ("Muon, compiled", "Muown, compiled"):
+            optimizers[name].compile()
+    return optimizers
+
+
+def replicated_and_sharded(size: str, device: str) -> dict[str, torch.optim.Optimizer]:
+    """Muown on every rank, and spread over the ranks."""
+    return {"replicated": Muown(own(size, device)), "sharded": shard(Muown(own(size, device)))}
 
 
 def timed(step: Callable[[], object], device: str) -> float:
-    """Seconds of one call, the device's work included."""
-    if device == "cuda":
-        torch.cuda.synchronize()
+    """Seconds of one call, the device's work and that of all ranks included."""
+
+    def wait() -> None:
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        if dist.is_initialized():
+            dist.barrier()
+
+    wait()
     start = time.perf_counter()
     step()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - start
 
 
@@ -96,23 +119,70 @@ def measure(optimizers: dict[str, torch.optim.Optimizer], rounds: int, device: s
     return seconds
 
 
+def extra_memory(optimizer: torch.optim.Optimizer, device: str) -> int:
+    """Bytes that a step takes at most besides what exists before it."""
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        optimizer.step()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        optimizer.step()
+    taken = most = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            taken += event.nbytes()
+            most = max(most, taken)
+    return most
+
+
+def table(title: str, optimizers: dict[str, torch.optim.Optimizer], rounds: int, device: str) -> str:
+    """The measurement as Markdown."""
+    seconds = measure(optimizers, rounds, device)
+    first, base = next(iter(seconds.items()))
+    rows = [f"\n| {title} | step, ms | of {first} | extra memory, MiB |", "|---|---:|---:|---:|"]
+    for name, times in seconds.items():
+        ratio = statistics.median(t / b for t, b in zip(times, base, strict=True))
+        memory = extra_memory(optimizers[name], device) / 2**20
+        rows.append(f"| {name} | {statistics.median(times) * 1e3:.1f} | {ratio:.2f} | {memory:.1f} |")
+    return "\n".join(rows)
+
+
+def on_rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
+    """What each rank of `--ranks` does."""
+    device, backend = ("cuda", "nccl") if arguments.device == "cuda" else ("cpu", "gloo")
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    torch.set_num_threads(arguments.threads)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=arguments.ranks)
+    for size in arguments.size:
+        title = f"{size}, {arguments.ranks} ranks"
+        text = table(title, replicated_and_sharded(size, device), arguments.rounds, device)
+        if rank == 0:
+            print(text, flush=True)
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, nargs="+", default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, help="of a process; by default all cores, with --ranks its share")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--ranks", type=int, default=1)
     arguments = parser.parse_args()
+    arguments.threads = arguments.threads or max(1, torch.get_num_threads() // arguments.ranks)
     torch.set_num_threads(arguments.threads)
     native = "" if has_fast_bfloat16(arguments.device) else "no "
     print(f"{arguments.device}, {arguments.threads} threads, {native}native bfloat16, torch {torch.__version__}")
+    if arguments.ranks > 1:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(on_rank, (arguments, f"{folder}/store"), nprocs=arguments.ranks)
+        return
     for size in arguments.size:
-        seconds = measure(contenders(size, arguments.device), arguments.rounds, arguments.device)
-        base = seconds["torch.optim.Muon"]
-        print(f"\n| {size} | step, ms | of torch.optim.Muon |\n|---|---:|---:|")
-        for name, times in seconds.items():
-            ratio = statistics.median(t / b for t, b in zip(times, base, strict=True))
-            print(f"| {name} | {statistics.median(times) * 1e3:.1f} | {ratio:.2f} |")
+        optimizers = contenders(size, arguments.device, arguments.compile)
+        print(table(size, optimizers, arguments.rounds, arguments.device), flush=True)
 
 
 if __name__ == "__main__":

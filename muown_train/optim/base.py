@@ -1,8 +1,8 @@
 """The one `step` of the matrix optimizers: everything about an update that is not its algorithm.
 
-A subclass says which state a matrix has (`init_state`) and how one matrix moves (`update`). The base splits
-fused matrices into their blocks, orthogonalises blocks of one shape together, keeps the state, and checks
-what users pass.
+A subclass says which state a matrix has (`init_state`) and how one matrix moves: what is orthogonalised (`prepare`)
+and what becomes of the result (`apply`). The base splits fused matrices into their blocks, orthogonalises blocks of one
+shape together, keeps the state, compiles the two if asked to, and checks what users pass.
 
 Legend: W (m, n) weight, G (m, n) gradient, M (m, n) momentum, X (m, n) what is orthogonalised, O (m, n) the
 result.
@@ -11,9 +11,10 @@ result.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
-from typing import Any, NamedTuple
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,11 +23,15 @@ from .eager import EagerOptimizer, Group, State
 from .orthogonalize import dtype_name, newton_schulz, svd
 from .polar_express import polar_express
 
-Update = Generator[Tensor, Tensor, None]
+Number = float | Tensor  # tensors of one element in compiled code, where a new number would be a new program
 
 # Of matrices orthogonalised together; bounds the extra memory of a step (a copy in float32 takes 4 bytes of each).
 # On a CPU more than the caches hold is slower, on a GPU many small matrices keep it busy.
 MAX_BATCH_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
+
+
+# prepare, apply, and what makes the numbers that apply takes
+Functions = tuple[Callable[..., tuple[Tensor, ...]], Callable[..., None], Callable[[Any], Number]]
 
 
 class _Block(NamedTuple):
@@ -51,16 +56,36 @@ class MatrixOptimizer(EagerOptimizer):
     """
 
     optional_state = frozenset({"step"})  # which torch.optim.Muon does not keep
+    _compile_options: dict[str, Any] | None = None
 
     def new_state(self, W: Tensor, group: Group) -> State:
         """ "step", and what `init_state` of the algorithm gives: tensors (m, n) or (m,)."""
         return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **self.init_state(W, group)}
 
-    def update(self, W: Tensor, G: Tensor, state: State, group: Group) -> Update:
-        """Move one matrix, in place: bring the momentum up to date, `O = yield X`, apply O.
+    def begin(self, W: Tensor, G: Tensor, state: State, group: Group) -> None:
+        """What is done once, before the first `prepare` of a matrix; arguments as there."""
+
+    def prepare(self, W: Tensor, G: Tensor, state: State, group: Group) -> tuple[Tensor, ...]:
+        """Bring the momentum up to date; X to be orthogonalised, which is only read, and whatever `apply` needs.
 
         W (m, n) and `state` are views into the parameter and its state, to be written to; G (m, n) is not.
-        Before the call "step" has been counted up. X is only read, and O has its shape and dtype.
+        """
+        raise NotImplementedError
+
+    def apply(
+        self,
+        W: Tensor,
+        O: Tensor,  # noqa: E741
+        kept: Sequence[Tensor],
+        state: State,
+        group: Group,
+        lr: Number,
+        step: Number,
+    ) -> None:
+        """Move one matrix and its state, in place.
+
+        O (m, n) has the dtype of X, `kept` is the rest of what `prepare` returned, lr the group's, and step the number
+        of this update, from 1. Everything else in `group` is a constant to compiled code.
         """
         raise NotImplementedError
 
@@ -75,10 +100,37 @@ class MatrixOptimizer(EagerOptimizer):
     def update_groups(self, moved: list[list[Tensor]]) -> None:
         """Update all groups together, since matrices of one shape are orthogonalised at once."""
         for batch in _batches(self._blocks(moved)):
-            updates = [self.update(*block) for block in batch]
-            outputs = orthogonalize([next(update) for update in updates], batch[0].group)
-            for update, output in zip(updates, outputs, strict=True):
-                _finish(update, output)
+            self._update_batch(batch)
+
+    def _update_batch(self, batch: list[_Block]) -> None:
+        """Update what is orthogonalised as one stack; its temporary memory is free before the next."""
+        prepare, apply, number = self._functions(batch[0].W)
+        prepared = [prepare(*block) for block in batch]
+        outputs = orthogonalize([X for X, *_ in prepared], batch[0].group)
+        for (W, _, state, group), (_, *kept), O in zip(batch, prepared, outputs, strict=True):  # noqa: E741
+            apply(W, O, kept, state, group, number(group["lr"]), number(state["step"]))
+
+    def compile(self, **options: Any) -> None:
+        """Fuse what is elementwise with torch.compile from now on; products of matrices stay as they are.
+
+        Results change by rounding. Each shape of matrices is compiled once, at its first step: seconds each. Needs what
+        torch.compile needs, a C++ compiler on CPUs.
+
+        Args:
+            options: of torch.compile.
+        """
+        self._compile_options = options
+        self._compiled: dict[Any, Functions] = {}
+
+    def _functions(self, W: Tensor) -> Functions:
+        if self._compile_options is None:
+            return self.prepare, self.apply, float
+        key = W.shape, W.dtype, W.device
+        if key not in self._compiled:
+            options = {"dynamic": False, **self._compile_options}
+            prepare, apply = (torch.compile(_copy(f), **options) for f in (self.prepare, self.apply))
+            self._compiled[key] = prepare, apply, _as_tensor
+        return self._compiled[key]
 
     def _blocks(self, moved: list[list[Tensor]]) -> list[_Block]:
         """The blocks of the parameters, whose steps it counts up."""
@@ -88,10 +140,12 @@ class MatrixOptimizer(EagerOptimizer):
                 assert p.grad is not None
                 state = self.state[p]
                 state["step"] += 1
-                start = 0
+                first, start = bool(state["step"] == 1), 0
                 for m in _block_rows(p, group):
                     rows = {k: s if s.ndim == 0 else s.narrow(0, start, m) for k, s in state.items()}
                     blocks.append(_Block(p.narrow(0, start, m), p.grad.narrow(0, start, m), rows, group))
+                    if first:
+                        self.begin(*blocks[-1])
                     start += m
         return blocks
 
@@ -147,6 +201,11 @@ def adjust_lr(adjust_lr_fn: str | None, m: int, n: int) -> float:
     return 1.0
 
 
+def subtract(W: Tensor, O: Tensor, rate: Number, out: Tensor | None = None) -> Tensor:  # noqa: E741
+    """W - rate O, in one pass, compiled or not."""
+    return torch.sub(W, O * rate, out=out) if isinstance(rate, Tensor) else torch.sub(W, O, alpha=rate, out=out)
+
+
 def orthogonalize(X: list[Tensor], group: Group) -> Tensor:
     """k matrices X (m, n), stacked and orthogonalised as the group's options say: (k, m, n) in their dtype.
 
@@ -182,12 +241,16 @@ def _batches(blocks: Iterable[_Block]) -> Iterable[list[_Block]]:
             yield batch[start : start + size]
 
 
-def _finish(update: Update, output: Tensor) -> None:
-    try:
-        update.send(output)
-    except StopIteration:
-        return
-    raise AssertionError("an update yields once")
+def _copy(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same method with code of its own: compiled programs are kept, and limited in number, by the code object."""
+    function = cast(Any, method).__func__
+    code = function.__code__.replace()
+    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    return MethodType(copy, cast(Any, method).__self__)
+
+
+def _as_tensor(number: Number) -> Tensor:
+    return torch.as_tensor(number, dtype=torch.float64, device="cpu")
 
 
 def _block_rows(p: Tensor, group: Group) -> Iterable[int]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .base import MatrixOptimizer
+
 
 class Combined(torch.optim.Optimizer):
     """One torch optimizer made of parts: `Combined(Muown(matrix), AdamW(rest))`.
@@ -65,6 +67,12 @@ class Combined(torch.optim.Optimizer):
         for optimizer in self.optimizers:
             optimizer.step()
         return loss
+
+    def compile(self, **options: Any) -> None:
+        """Compile the parts that can be, see `MatrixOptimizer.compile`."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, MatrixOptimizer):
+                optimizer.compile(**options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Hand each part its share of a state dict of such a combination.

@@ -11,6 +11,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from .base import Number
+
 
 class Rule(Protocol):
     """What an update rule of the magnitudes looks like."""
@@ -21,7 +23,8 @@ class Rule(Protocol):
         grad: Tensor,
         state: Mapping[str, Tensor],
         *,
-        lr: float,
+        lr: Number,
+        step: Number,
         betas: tuple[float, float],
         eps: float,
     ) -> Tensor: ...
@@ -32,17 +35,17 @@ def adam(
     grad: Tensor,
     state: Mapping[str, Tensor],
     *,
-    lr: float,
+    lr: Number,
+    step: Number,
     betas: tuple[float, float],
     eps: float,
 ) -> Tensor:
-    """g - lr m^ / (sqrt(v^) + eps), with bias correction by state["step"] (Kingma and Ba, Algorithm 1)."""
+    """g - lr m^ / (sqrt(v^) + eps), with bias correction by step (Kingma and Ba, Algorithm 1)."""
     beta1, beta2 = betas
-    step = float(state["step"])
     m = state["magnitude_exp_avg"].lerp_(grad, 1 - beta1)
     v = state["magnitude_exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     denominator = (v / (1 - beta2**step)).sqrt_().add_(eps)
-    return g.addcdiv(m, denominator, value=-lr / (1 - beta1**step))
+    return g - lr / (1 - beta1**step) * (m / denominator)
 
 
 def signum(
@@ -50,13 +53,14 @@ def signum(
     grad: Tensor,
     state: Mapping[str, Tensor],
     *,
-    lr: float,
+    lr: Number,
+    step: Number,
     betas: tuple[float, float],
     eps: float,
 ) -> Tensor:
     """g - lr sign(m), m an average of gradients with decay betas[0] (paper, section 4: the proxy of Adam)."""
     m = state["magnitude_exp_avg"].lerp_(grad, 1 - betas[0])
-    return g.sub(m.sign(), alpha=lr)
+    return g - lr * m.sign()
 
 
 def fixed(
@@ -64,7 +68,8 @@ def fixed(
     grad: Tensor,
     state: Mapping[str, Tensor],
     *,
-    lr: float,
+    lr: Number,
+    step: Number,
     betas: tuple[float, float],
     eps: float,
 ) -> Tensor:

@@ -6,11 +6,13 @@ matrices, the dtype of the iteration, and that matrices of one shape are orthogo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import MatrixOptimizer, Update, adjust_lr
+from .base import MatrixOptimizer, Number, adjust_lr, subtract
 from .eager import Group, State
 from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
 
@@ -72,9 +74,20 @@ class Muon(MatrixOptimizer):
     def init_state(self, W: Tensor, group: Group) -> State:
         return {"momentum_buffer": torch.zeros_like(W)}
 
-    def update(self, W: Tensor, G: Tensor, state: State, group: Group) -> Update:
-        M, lr, beta = state["momentum_buffer"], float(group["lr"]), group["momentum"]
+    def prepare(self, W: Tensor, G: Tensor, state: State, group: Group) -> tuple[Tensor, ...]:
+        M, beta = state["momentum_buffer"], group["momentum"]
         M.lerp_(G, 1 - beta)
-        O = yield G.lerp(M, beta) if group["nesterov"] else M  # noqa: E741
+        return (G.lerp(M, beta) if group["nesterov"] else M,)
+
+    def apply(
+        self,
+        W: Tensor,
+        O: Tensor,  # noqa: E741
+        kept: Sequence[Tensor],
+        state: State,
+        group: Group,
+        lr: Number,
+        step: Number,
+    ) -> None:
         W.mul_(1 - lr * group["weight_decay"])
-        W.add_(O, alpha=-lr * self.scale(group, *W.shape))
+        subtract(W, O, lr * self.scale(group, *W.shape), out=W)

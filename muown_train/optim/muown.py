@@ -15,13 +15,14 @@ W, g keeps its sign, or R would flip against its momentum; a row is not decayed 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import MatrixOptimizer, Update, check_choice, check_number, check_numbers
+from .base import MatrixOptimizer, Number, check_choice, check_number, check_numbers, subtract
 from .eager import Group, State
 from .magnitude import MAGNITUDES
 from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
@@ -161,40 +162,49 @@ class Muown(MatrixOptimizer):
             state["row_norm_start"] = g.clone()
         return state | {name: torch.zeros_like(g) for name in MAGNITUDES[group["magnitude"]].names}
 
-    def update(self, W: Tensor, G: Tensor, state: State, group: Group) -> Update:
-        if not group["reparameterize"]:
-            yield from self._update_plain(W, G, state, group)
-            return
-        M, g, r = state["momentum_buffer"], state["magnitude"], state["row_norm"]
-        lr, beta, decay = float(group["lr"]), group["momentum"], group["weight_decay"]
-        if state["step"] == 1:
+    def begin(self, W: Tensor, G: Tensor, state: State, group: Group) -> None:
+        if group["reparameterize"]:
             start_from(W, state)
-        grad_g, grad_R = split_gradient(W, G, g, r)
 
+    def prepare(self, W: Tensor, G: Tensor, state: State, group: Group) -> tuple[Tensor, ...]:
+        M, beta = state["momentum_buffer"], group["momentum"]
+        if not group["reparameterize"]:
+            M.mul_(beta).add_(G)
+            return (G.add(M, alpha=beta) if group["nesterov"] else M,)
+        grad_g, grad_R = split_gradient(W, G, state["magnitude"], state["row_norm"])
         M.mul_(beta).add_(grad_R)
-        O = yield grad_R.add_(M, alpha=beta) if group["nesterov"] else M  # noqa: E741
-        V, norms = turn(W, O, g, r, lr * self.scale(group, *W.shape), in_place=W.dtype == g.dtype and not decay)
+        return grad_R.add_(M, alpha=beta) if group["nesterov"] else M, grad_g
+
+    def apply(
+        self,
+        W: Tensor,
+        O: Tensor,  # noqa: E741
+        kept: Sequence[Tensor],
+        state: State,
+        group: Group,
+        lr: Number,
+        step: Number,
+    ) -> None:
+        rate, decay = lr * self.scale(group, *W.shape), group["weight_decay"]
+        if not group["reparameterize"]:  # Muon
+            W.mul_(1 - lr * decay)
+            subtract(W, O, rate, out=W)
+            return
+        (grad_g,), g, r, floor = kept, state["magnitude"], state["row_norm"], state["magnitude_floor"]
+        V, norms = turn(W, O, g, r, rate, in_place=W.dtype == g.dtype and not decay)
         to_R = r / g  # R = Diag(to_R) V
         r.copy_(torch.where(norms > 0, norms, r))  # a row of zeros stays one, as with zero_rows
 
         move = MAGNITUDES[group["magnitude"]].update
-        moved = move(g, grad_g, state, lr=lr, betas=group["betas"], eps=group["adam_eps"])
-        g.copy_(off_zero(moved, g, state["magnitude_floor"]))
+        moved = move(g, grad_g, state, lr=lr, step=step, betas=group["betas"], eps=group["adam_eps"])
+        g.copy_(off_zero(moved, g, floor))
         W_new = V.mul_((to_R * g / r).unsqueeze(-1))
         if group["row_norm_schedule"] is not None:
-            r.copy_(_scheduled(state["row_norm_start"], float(state["step"]), *group["row_norm_schedule"]))
+            r.copy_(_scheduled(state["row_norm_start"], step, *group["row_norm_schedule"]))
         if decay:
-            W_new = _decay(W_new, W, g, state["magnitude_floor"], lr * decay)
+            W_new = _decay(W_new, W, g, floor, lr * decay)
         if W_new is not W:
             W.copy_(W_new)
-
-    def _update_plain(self, W: Tensor, G: Tensor, state: State, group: Group) -> Update:
-        """Muon: the direction's step on W itself."""
-        M, lr, beta = state["momentum_buffer"], float(group["lr"]), group["momentum"]
-        M.mul_(beta).add_(G)
-        O = yield G.add(M, alpha=beta) if group["nesterov"] else M  # noqa: E741
-        W.mul_(1 - lr * group["weight_decay"])
-        W.sub_(O, alpha=lr * self.scale(group, *W.shape))
 
 
 def start_from(W: Tensor, state: State) -> None:
@@ -208,10 +218,10 @@ def start_from(W: Tensor, state: State) -> None:
         state["row_norm_start"].copy_(start)
 
 
-def _scheduled(start: Tensor, step: float, target: float, steps: int, power: float) -> Tensor:
+def _scheduled(start: Tensor, step: Number, target: float, steps: int, power: float) -> Tensor:
     """start + (target - start) min(1, (step - 1) / (steps - 1))^power, (m,); step counts from 1."""
-    progress = min(1.0, (step - 1) / max(1, steps - 1))
-    return start.lerp(torch.full_like(start, target), progress**power)
+    progress = torch.as_tensor((step - 1) / max(1, steps - 1)).clamp(max=1)
+    return start + (target - start) * progress**power
 
 
 def _checked_schedule(schedule: object) -> tuple[float, ...]:
@@ -229,9 +239,9 @@ def off_zero(g: Tensor, g_old: Tensor, floor: Tensor) -> Tensor:
     return torch.where(g.abs() < floor, floor.copysign(sign), g)
 
 
-def _decay(W_new: Tensor, W: Tensor, g: Tensor, floor: Tensor, rate: float) -> Tensor:
+def _decay(W_new: Tensor, W: Tensor, g: Tensor, floor: Tensor, rate: Number) -> Tensor:
     """W_new - rate W, (m, n), but in rows that would fall below the floor; refreshes g (m,), sign kept."""
-    decayed = W_new.sub(W, alpha=rate)
+    decayed = subtract(W_new, W, rate)
     norms = row_norms(decayed)
     kept = norms >= floor
     g.copy_(torch.where(kept, norms.copysign(g), g))

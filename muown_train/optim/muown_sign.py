@@ -10,11 +10,13 @@ Algorithm "Muown (signSGD version)").
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import MatrixOptimizer, Update, check_number
+from .base import MatrixOptimizer, Number, check_number, subtract
 from .eager import Group, State
 from .muown import FLOOR, off_zero, start_from
 from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
@@ -86,23 +88,32 @@ class MuownSign(MatrixOptimizer):
             "magnitude_momentum": torch.zeros_like(g),
         }
 
-    def update(self, W: Tensor, G: Tensor, state: State, group: Group) -> Update:
-        M, g, r, h = (state[key] for key in ("momentum_buffer", "magnitude", "row_norm", "magnitude_momentum"))
-        eta, gamma, beta = float(group["lr"]), float(group["magnitude_lr"]), group["momentum"]
-        first = bool(state["step"] == 1)
-        if first:
-            start_from(W, state)
-        grad_g, grad_R = split_gradient(W, G, g, r)
-        if first:
-            M.copy_(grad_R)
-            h.copy_(grad_g)
+    def begin(self, W: Tensor, G: Tensor, state: State, group: Group) -> None:
+        start_from(W, state)
+        grad_g, grad_R = split_gradient(W, G, state["magnitude"], state["row_norm"])
+        state["momentum_buffer"].copy_(grad_R)
+        state["magnitude_momentum"].copy_(grad_g)
 
-        M.mul_(beta).add_(grad_R)
-        O = yield M  # noqa: E741
-        R = direction(W, g, r).sub_(O, alpha=eta * self.scale(group, *W.shape))
+    def prepare(self, W: Tensor, G: Tensor, state: State, group: Group) -> tuple[Tensor, ...]:
+        grad_g, grad_R = split_gradient(W, G, state["magnitude"], state["row_norm"])
+        return state["momentum_buffer"].mul_(group["momentum"]).add_(grad_R), grad_g
+
+    def apply(
+        self,
+        W: Tensor,
+        O: Tensor,  # noqa: E741
+        kept: Sequence[Tensor],
+        state: State,
+        group: Group,
+        lr: Number,
+        step: Number,
+    ) -> None:
+        (grad_g,), g, r, h = kept, state["magnitude"], state["row_norm"], state["magnitude_momentum"]
+        R = subtract(direction(W, g, r), O, lr * self.scale(group, *W.shape))
         norms = row_norms(R)
         r.copy_(torch.where(norms > 0, norms, r))
 
-        h.mul_(beta).add_(grad_g)
-        g.copy_(off_zero(g.sub(h.sign(), alpha=gamma), g, state["magnitude_floor"]))
+        h.mul_(group["momentum"]).add_(grad_g)
+        moved = g - float(group["magnitude_lr"]) * h.sign()
+        g.copy_(off_zero(moved, g, state["magnitude_floor"]))
         W.copy_(recompose(R, g, r))

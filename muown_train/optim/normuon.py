@@ -12,13 +12,14 @@ correction: it would cancel.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import MatrixOptimizer, Update, check_number
+from .base import MatrixOptimizer, Number, check_number
 from .eager import Group, State
 from .muon import Muon
 from .muown import Muown
@@ -50,13 +51,17 @@ class _RowStatistics(MatrixOptimizer):
         dtype = W.dtype if W.dtype == torch.float64 else torch.float32
         return super().init_state(W, group) | {"row_second_moment": W.new_zeros(W.shape[0], dtype=dtype)}
 
-    def update(self, W: Tensor, G: Tensor, state: State, group: Group) -> Update:
-        update = super().update(W, G, state, group)
-        O = yield next(update)  # noqa: E741
-        try:
-            update.send(equalize_rows(O, state["row_second_moment"], group["beta2"]))
-        except StopIteration:
-            return
+    def apply(
+        self,
+        W: Tensor,
+        O: Tensor,  # noqa: E741
+        kept: Sequence[Tensor],
+        state: State,
+        group: Group,
+        lr: Number,
+        step: Number,
+    ) -> None:
+        super().apply(W, equalize_rows(O, state["row_second_moment"], group["beta2"]), kept, state, group, lr, step)
 
 
 class NorMuon(_RowStatistics, Muon):

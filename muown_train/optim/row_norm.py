@@ -52,7 +52,7 @@ def split_gradient(W: Tensor, G: Tensor, g: Tensor, r: Tensor) -> tuple[Tensor, 
     return grad_g, grad_R
 
 
-def turn(W: Tensor, O: Tensor, g: Tensor, r: Tensor, rate: float, in_place: bool) -> tuple[Tensor, Tensor]:  # noqa: E741
+def turn(W: Tensor, O: Tensor, g: Tensor, r: Tensor, rate: float | Tensor, in_place: bool) -> tuple[Tensor, Tensor]:  # noqa: E741
     """The step R' = R - rate O, seen from W: V = Diag(g/r) R' = W - rate Diag(g/r) O.
 
     V has the rows' directions of R', so that R' itself need not be made: W' = Diag(g'/||V||_row) V up to signs.

@@ -326,3 +326,26 @@ def test_sparse_gradients(kind):
     with pytest.raises(ValueError, match=r"'lookup'.*dense"):
         optimizer.step()
     assert torch.equal(p, before) and optimizer.state[p]["step"] == 0
+
+
+@BOTH
+def test_the_extra_memory_of_a_step_does_not_grow_with_the_number_of_matrices(kind, monkeypatch):
+    monkeypatch.setitem(base.MAX_BATCH_ELEMENTS, "cpu", 4 * 64 * 64)
+    few, many = (kind([parameter(64, 64, dtype=torch.float32) for _ in range(k)], ns_dtype="float32") for k in (4, 32))
+    batch = 4 * 64 * 64 * 4  # bytes
+    assert extra_memory(few) < 6 * batch
+    assert extra_memory(many) < 1.1 * extra_memory(few)
+
+
+def extra_memory(optimizer):
+    """Bytes that a step takes at most beyond what there was."""
+    steps(optimizer, [0])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        optimizer.step()
+    taken = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            taken += event.nbytes()
+            most = max(most, taken)
+    assert most > 0
+    return most

@@ -1,0 +1,80 @@
+"""Compiled optimizers do what uncompiled ones do, and are compiled once for each shape."""
+
+import shutil
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from muown_train.optim import Combined, Muon, Muown, MuownSign, NorMuon, NorMuown
+
+CASES = {
+    "muown": (Muown, {}, 1e-6),
+    "decay and schedule": (Muown, {"weight_decay": 0.1, "row_norm_schedule": (2.0, 5, 1.2)}, 1e-6),
+    "signum": (Muown, {"magnitude": "signum", "nesterov": False}, 1e-6),
+    "bfloat16": (Muown, {"dtype": torch.bfloat16}, 2e-2),
+    "muon": (Muon, {}, 1e-6),
+    "normuon": (NorMuon, {}, 1e-6),
+    "normuown": (NorMuown, {}, 1e-6),
+    "sign": (MuownSign, {"magnitude_lr": 0.01}, 1e-5),
+}
+
+pytestmark = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case == "muown" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_compiled_steps_agree_and_compile_once(case):
+    kind, options, tolerance = CASES[case]
+    options = dict(options)
+    dtype = options.pop("dtype", torch.float32)
+    if kind is not MuownSign:
+        options["ns_dtype"] = "float32"
+
+    def optimizer():
+        torch.manual_seed(0)
+        shapes = [(48, 32), (16, 32), (32, 8)]
+        params = [torch.nn.Parameter((torch.randn(shape) * 0.1).to(dtype)) for shape in shapes]
+        # two shapes only, the first in three blocks of the second's
+        return kind([{"params": params[:1], "blocks": (16, 16, 16)}, {"params": params[1:]}], lr=0.02, **options)
+
+    plain, compiled = optimizer(), optimizer()
+    torch._dynamo.reset()
+    counters.clear()
+    compiled.compile()
+    graphs = []
+    for step in range(6):
+        for group in plain.param_groups + compiled.param_groups:
+            group["lr"] = 0.02 * (1 - step / 10)
+        for p, q in zip(parameters(plain), parameters(compiled), strict=True):
+            p.grad = torch.randn(p.shape).to(dtype)
+            q.grad = p.grad.clone()
+        plain.step()
+        compiled.step()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [4] * 6  # before and after orthogonalisation, of two shapes
+    for p, q in zip(parameters(plain), parameters(compiled), strict=True):
+        torch.testing.assert_close(q, p, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
+def test_a_combination_compiles_the_parts_that_can_be():
+    def combined():
+        torch.manual_seed(0)
+        matrix, vector = torch.nn.Parameter(torch.randn(4, 8)), torch.nn.Parameter(torch.randn(4))
+        matrix.grad, vector.grad = torch.ones(4, 8).triu(), torch.ones(4)
+        return Combined(Muown([matrix]), torch.optim.AdamW([vector]))
+
+    plain, compiled = combined(), combined()
+    torch._dynamo.reset()
+    counters.clear()
+    compiled.compile()
+    for optimizer in (plain, compiled):
+        optimizer.step()
+    assert counters["stats"]["unique_graphs"] == 2
+    torch.testing.assert_close(parameters(compiled), parameters(plain))
+
+
+def parameters(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
