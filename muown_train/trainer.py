@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from muown_train.checkpoint import Checkpoints, ModelState, OptimizerState, State, Stateful
-from muown_train.data.loader import Loader
+from muown_train.data.loader import Batch, Loader
 from muown_train.distributed import World
 from muown_train.evaluation import evaluate
 from muown_train.records import Line, Metrics, Sink
@@ -103,7 +103,7 @@ class Trainer:
         """Train to the end of the budget.
 
         Raises:
-            OSError: a checkpoint or the metrics could not be written.
+            OSError: a checkpoint or the metrics could not be written, or the data failed; on every rank.
         """
         if self.step == 0:
             self.record([{"step": 0, "tokens": 0, "time": 0.0, **self.evaluate()}])
@@ -127,7 +127,8 @@ class Trainer:
     def train_step(self) -> Update:
         """One update of the weights."""
         started = time.perf_counter()
-        batch = next(self.loader)
+        place = self.loader.state_dict()
+        batch, fault = self.next_batch()
         waited = time.perf_counter() - started
         rows = batch.tokens.to(self.world.device, non_blocking=True)  # (B, T+1)
         targets = self.settings.batch_tokens  # of all ranks
@@ -137,7 +138,9 @@ class Trainer:
             with self.gradients_reduced(i + 1 == len(micro_batches)), self.autocast():
                 summed = self.replica(micro_batch[:, :-1], micro_batch[:, 1:])
                 # DDP takes the mean of gradients over ranks: times their number it is the sum
-                (summed * (self.world.size / targets)).backward()
+                share = self.world.size / targets
+                # what is no number here is none on any rank, so that all learn of the fault without a message a step
+                (summed * (math.nan if fault else share)).backward()
             loss += summed.detach().double() / targets
         grad_norm = clip_grad_norm_(self.parameters, self.settings.grad_clip or math.inf)
         multiplier = self.schedule(self.step, self.settings.steps)
@@ -149,10 +152,41 @@ class Trainer:
         if torch.isfinite(grad_norm):
             self.optimizer.step()
         else:
+            self.stop_if_data_failed(fault, place)
             line["train/skipped"] = True
         self.optimizer.zero_grad(set_to_none=True)
         self.step, self.tokens = line["step"], line["tokens"]
         return Update(line, loss, grad_norm, batch.hash, waited)
+
+    def next_batch(self) -> tuple[Batch, str | None]:
+        """The next batch of this rank, or one of no meaning and what keeps the data from coming."""
+        try:
+            return next(self.loader), None
+        except (OSError, ValueError) as error:
+            rows = self.settings.batch_tokens // self.settings.seq_len // self.world.size
+            return Batch(torch.zeros(rows, self.settings.seq_len + 1, dtype=torch.int64), 0), str(error)
+
+    def stop_if_data_failed(self, fault: str | None, place: State) -> None:
+        """Save what has been trained if the data failed on any rank; a collective call.
+
+        Args:
+            fault: what failed here.
+            place: of the loader, before the update that cannot be made.
+
+        Raises:
+            OSError: on every rank, with the reason and how to go on.
+        """
+        faults = [fault for fault in self.world.gather(fault) if fault]
+        if not faults:
+            return
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loader.load_state_dict(place)
+        if self.pending:
+            self.record(self.collect())
+        if self.step:
+            self.checkpoints.save(self.step, self.stateful())
+        saved = f"after update {self.step}, which is saved" if self.step else "before the first update"
+        raise OSError(f"{faults[0]}; stopped {saved}: the same command goes on")
 
     def gradients_reduced(self, now: bool) -> AbstractContextManager[None]:
         """Gradients are reduced over ranks with this backward pass, or only added up here."""

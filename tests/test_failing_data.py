@@ -1,0 +1,69 @@
+"""Data that stop coming stop the run: saved, on all ranks together, and the same command goes on."""
+
+import pytest
+
+from muown_train.distributed import World
+from tests.ranks import on_ranks
+from tests.runs import HERE, built, losses, metrics, trained
+
+MESSAGE = "file 3 failed; stopped after update 7, which is saved: the same command goes on"
+
+
+class Failing:
+    """A source of rows that fails at some row, as a stream does when the hub stays away."""
+
+    def __init__(self, rows, first):
+        self.rows, self.first, self.seq_len = rows, first, rows.seq_len
+        self.state_dict, self.load_state_dict = rows.state_dict, rows.load_state_dict
+
+    def take(self, indices):
+        if max(indices) >= self.first:
+            raise ConnectionError("file 3 failed")
+        return self.rows.take(indices)
+
+
+def failing(world, corpus, out, failing_rank):
+    """What a run says whose data fail on one rank in the 8th update (of 8 rows)."""
+    run = built(corpus, out, world=world)
+    run.resume()
+    if world.rank == failing_rank:
+        run.trainer.loader._rows = Failing(run.trainer.loader._rows, 7 * 8)
+    try:
+        run.trainer.fit()
+    except OSError as error:
+        return str(error)
+    finally:
+        run.close()
+
+
+def test_what_was_trained_is_saved(corpus, tmp_path):
+    trained(corpus, tmp_path / "whole")
+    assert failing(HERE, corpus, tmp_path, 0) == MESSAGE
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(8))
+    trained(corpus, tmp_path)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole" / "run")
+    hashes = [[line.get("data/hash") for line in metrics(folder / "run")] for folder in (tmp_path, tmp_path / "whole")]
+    assert hashes[0] == hashes[1]
+
+
+def test_before_the_first_update_there_is_nothing_to_save(corpus, tmp_path):
+    run = built(corpus, tmp_path)
+    run.resume()
+    run.trainer.loader._rows = Failing(run.trainer.loader._rows, 0)
+    with pytest.raises(OSError, match="file 3 failed; stopped before the first update"):
+        run.trainer.fit()
+    run.close()
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+    assert len(losses(trained(corpus, tmp_path).folder)) == 12
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_all_ranks_stop_together(corpus, tmp_path, failing_rank):
+    assert on_ranks(2, failing, corpus, tmp_path, failing_rank) == [MESSAGE, MESSAGE]
+    on_ranks(2, resumed, corpus, tmp_path)
+    trained(corpus, tmp_path / "whole")
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole" / "run"), abs=1e-4)
+
+
+def resumed(world: World, corpus, out):
+    trained(corpus, out, world=world)
