@@ -66,9 +66,10 @@ class Muown(MatrixOptimizer):
     in float32 or, for float64 parameters, float64. g and r are taken from W at construction and once more at
     the first step, in case weights were loaded in between.
 
-    Traffic of a step besides orthogonalisation, for float32: 24 numbers, 96 bytes, an element (split_gradient 10, momentum
-    and Nesterov 8, turn 4, the last line of Algorithm 1 2), where Muon has 44 bytes. Compiled it is 32 bytes where a row
-    stays in the cache between two passes over it: W, G, M read and M, X written, then W, O read and W written.
+    Traffic of a step besides orthogonalisation, for float32: 24 numbers, 96 bytes, an element (split_gradient 10,
+    momentum and Nesterov 8, turn 4, the last line of Algorithm 1 2), where Muon has 44 bytes. Compiled it is 32 bytes
+    where a row stays in the cache between two passes over it: W, G, M read and M, X written, then W, O read and W
+    written.
 
     bfloat16 parameters: the step is computed in float32 and rounded once into W. As W is the only store of R,
     a change of R below half a unit in the last place (2^-9 of an element) is lost, and ||W_i|| = |g_i| holds
