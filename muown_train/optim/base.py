@@ -114,7 +114,9 @@ class MatrixOptimizer(EagerOptimizer):
         """Fuse what is elementwise with torch.compile from now on; products of matrices stay as they are.
 
         Results change by rounding. Each shape of matrices is compiled once, at its first step: seconds each. Needs what
-        torch.compile needs, a C++ compiler on CPUs.
+        torch.compile needs, a C++ compiler on CPUs. Options of groups other than lr are constants to it: one that moves
+        with every step, as a cycled momentum does, is compiled again and again until torch gives up and runs it
+        uncompiled. Copies of the optimizer are not compiled.
 
         Args:
             options: of torch.compile.
