@@ -166,12 +166,16 @@ def on_rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, nargs="+", default=list(SIZES))
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=15, help="steps of each contender")
     parser.add_argument("--threads", type=int, help="of a process; by default all cores, with --ranks its share")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--compile", action="store_true", help="add compiled optimizers")
+    parser.add_argument("--ranks", type=int, default=1, help="replicated against sharded over so many processes")
     arguments = parser.parse_args()
+    if arguments.rounds < 1 or arguments.ranks < 1:
+        parser.error(f"--rounds {arguments.rounds} and --ranks {arguments.ranks} must be 1 or more")
+    if arguments.compile and arguments.ranks > 1:
+        parser.error("--compile and --ranks are two comparisons: one at a time")
     arguments.threads = arguments.threads or max(1, torch.get_num_threads() // arguments.ranks)
     torch.set_num_threads(arguments.threads)
     native = "" if has_fast_bfloat16(arguments.device) else "no "

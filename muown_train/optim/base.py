@@ -11,7 +11,7 @@ result.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from numbers import Real
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, cast
@@ -261,7 +261,7 @@ def _block_rows(p: Tensor, group: Group) -> Iterable[int]:
 
 def is_sequence(value: object) -> bool:
     """Whether value is a list, a tuple or alike, and no string."""
-    return isinstance(value, Iterable) and hasattr(value, "__len__") and not isinstance(value, str)
+    return isinstance(value, Iterable) and hasattr(value, "__len__") and not isinstance(value, str | dict | Set)
 
 
 def is_whole(value: object) -> bool:
@@ -298,7 +298,7 @@ def check_numbers(key: str, value: Any, count: int, *, low: float = 0.0, below: 
         raise ValueError(f"{key} must be {count} numbers, got {value!r}")
     for number in value:
         check_number(key, number, low=low, below=below)
-    return tuple(value)
+    return tuple(float(number) for number in value)
 
 
 def check_choice(key: str, value: object, choices: tuple[str | None, ...], other: str = "") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -87,6 +88,7 @@ class EagerOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group, j = self.param_groups[-1], len(self.param_groups) - 1
         try:
+            group.update({key: _plain(key, value) for key, value in group.items()})
             self.check_group(group)
             seen = set()
             for i, p in enumerate(group["params"]):
@@ -95,13 +97,12 @@ class EagerOptimizer(torch.optim.Optimizer):
                 seen.add(p)
                 self.check_parameter(parameter_name(group, i, j), p.detach(), group)
             states = [self.new_state(p.detach(), group) for p in group["params"]]
-        except ValueError:
+        except Exception:
             self.param_groups.pop()
             raise
         for p, state in zip(group["params"], states, strict=True):
             self.state[p] = state
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer, or of one with the same state (torch.optim.Muon's into Muon).
 
@@ -110,26 +111,56 @@ class EagerOptimizer(torch.optim.Optimizer):
         saved.
 
         Raises:
-            ValueError: if the saved groups or the state of a parameter do not fit this optimizer.
+            ValueError: if the saved groups, their options or the state of a parameter do not fit this optimizer, which
+                is then as before.
         """
-        groups = self.param_groups
-        parameters = [p for group in groups for p in group["params"]]
-        own = {p: self.state[p] for p in parameters if p in self.state}  # sharded: other ranks keep the rest
-        sizes, saved_sizes = ([len(g["params"]) for g in gs] for gs in (groups, state_dict["param_groups"]))
+        options: list[Group] = []
+        saved: dict[Tensor, State] = {}
+        own = {p: state for p, state in self.state.items() if state}  # sharded: other ranks keep the rest
+
+        def check(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+            options.extend(self._fitting_options(state_dict["param_groups"]))
+            ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+            parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+            saved.update({p: state_dict["state"].get(i, {}) for p, i in zip(parameters, ids, strict=True)})
+            for j, group in enumerate(self.param_groups):
+                for i, p in enumerate(group["params"]):
+                    if p in own:
+                        self._check_fit(parameter_name(group, i, j), own[p], saved[p])
+
+        def restore(_: torch.optim.Optimizer) -> None:
+            for group, of_group in zip(self.param_groups, options, strict=True):
+                group.update(of_group)
+            for p, state in own.items():
+                self.state[p] = {key: tensor.copy_(saved[p].get(key, tensor)) for key, tensor in state.items()}
+
+        # after the hooks before, before the hooks after: those of users see and change what is loaded
+        handles = (
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
+        )
+        try:
+            with torch.no_grad():
+                super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _fitting_options(self, saved: list[Group]) -> list[Group]:
+        """The options of each group after loading the saved groups."""
+        sizes, saved_sizes = ([len(group["params"]) for group in groups] for groups in (self.param_groups, saved))
         if sizes != saved_sizes:
             raise ValueError(f"the saved optimizer has groups of {saved_sizes} parameters, this one of {sizes}")
-        ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        saved = {p: state_dict["state"].get(i, {}) for p, i in zip(parameters, ids, strict=True)}
-        for j, group in enumerate(groups):
-            for i, p in enumerate(group["params"]):
-                if p in own:
-                    self._check_fit(parameter_name(group, i, j), own[p], saved[p])
-        super().load_state_dict(state_dict)
-        for group, before in zip(self.param_groups, groups, strict=True):
-            for key, value in before.items():
-                group.setdefault(key, value)
-        for p, state in own.items():
-            self.state[p] = {key: tensor.copy_(saved[p].get(key, tensor)) for key, tensor in state.items()}
+        options = []
+        for j, (group, saved_group) in enumerate(zip(self.param_groups, saved, strict=True)):
+            merged = {**group, **saved_group, "params": group["params"]}
+            self.check_group(merged)
+            if merged.get("blocks") != group.get("blocks"):
+                raise ValueError(
+                    f"group {j} was saved with blocks={merged['blocks']}, but is one with blocks={group['blocks']} here"
+                )
+            options.append({key: value for key, value in merged.items() if key != "params"})
+        return options
 
     def _check_fit(self, name: str, own: State, saved: State) -> None:
         if saved and own.keys() - self.optional_state != saved.keys() - self.optional_state:
@@ -139,6 +170,15 @@ class EagerOptimizer(torch.optim.Optimizer):
             if value.shape != own[key].shape:
                 shapes = f"{tuple(value.shape)}, not {tuple(own[key].shape)}"
                 raise ValueError(f"{name}: the saved {key} has shape {shapes}")
+
+
+def _plain(key: str, value: Any) -> Any:
+    """numpy's numbers, and tensors of one element but lr's, as Python's own, which load with weights_only."""
+    if isinstance(value, Tensor) and value.numel() == 1 and key != "lr":
+        return value.item()
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return value
 
 
 def parameter_name(group: Group, i: int, j: int) -> str:

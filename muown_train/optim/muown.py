@@ -26,7 +26,7 @@ from .base import MatrixOptimizer, Number, check_choice, check_number, check_num
 from .eager import Group, State
 from .magnitude import MAGNITUDES
 from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
-from .row_norm import row_norms, split_gradient, turn
+from .row_norm import count_zero_rows, row_norms, split_gradient, turn
 
 FLOOR = 1e-12  # least |g|, of its first value
 
@@ -64,9 +64,10 @@ class Muown(MatrixOptimizer):
     State: `momentum_buffer` (m, n) in the parameter's dtype; `magnitude` (g), `row_norm` (r),
     `magnitude_floor`, with a schedule `row_norm_start` (r_1), and the vectors of the magnitude's rule, (m,),
     in float32 or, for float64 parameters, float64. g and r are taken from W at construction and once more at
-    the first step, in case weights were loaded in between.
+    the first step, in case weights were loaded in between. Later the row norms are the optimizer's own: weights that
+    something else changes keep their new directions, and get back the norms |g_i| with the next step.
 
-    Traffic of a step besides orthogonalisation, for float32: 24 numbers, 96 bytes, an element (split_gradient 10,
+    Traffic of a step besides orthogonalisation, for float32: 23 numbers, 92 bytes, an element (split_gradient 9,
     momentum and Nesterov 8, turn 4, the last line of Algorithm 1 2), where Muon has 44 bytes. Compiled it is 32 bytes
     where a row stays in the cache between two passes over it: W, G, M read and M, X written, then W, O read and W
     written.
@@ -147,7 +148,7 @@ class Muown(MatrixOptimizer):
     def check_parameter(self, name: str, W: Tensor, group: Group) -> None:
         super().check_parameter(name, W, group)
         if group["reparameterize"] and group["zero_rows"] == "error":
-            zeros = int((row_norms(W) == 0).sum())
+            zeros = count_zero_rows(W)
             if zeros:
                 raise ValueError(
                     f"{name}: {zeros} of {W.shape[0]} rows are zero and have no direction: initialise "
@@ -168,8 +169,11 @@ class Muown(MatrixOptimizer):
         return state | {name: torch.zeros_like(g) for name in MAGNITUDES[group["magnitude"]].names}
 
     def begin(self, W: Tensor, G: Tensor, state: State, group: Group) -> None:
-        if group["reparameterize"]:
-            start_from(W, state)
+        if not group["reparameterize"]:
+            return
+        if group["zero_rows"] == "error":
+            check_no_zero_rows(W)
+        start_from(W, state)
 
     def prepare(self, W: Tensor, G: Tensor, state: State, group: Group) -> tuple[Tensor, ...]:
         M, beta = state["momentum_buffer"], group["momentum"]
@@ -210,6 +214,15 @@ class Muown(MatrixOptimizer):
             W_new = _decay(W_new, W, g, floor, lr * decay)
         if W_new is not W:
             W.copy_(W_new)
+
+
+def check_no_zero_rows(W: Tensor) -> None:
+    """ValueError if weights that were loaded since construction have rows of zeros."""
+    if zeros := count_zero_rows(W):
+        raise ValueError(
+            f"{zeros} rows of a matrix of shape {tuple(W.shape)} have become zero since the optimizer was made, "
+            "and have no direction: make it after the weights are there"
+        )
 
 
 def start_from(W: Tensor, state: State) -> None:

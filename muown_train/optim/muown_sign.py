@@ -18,9 +18,9 @@ from torch.optim.optimizer import ParamsT
 
 from .base import MatrixOptimizer, Number, check_number, subtract
 from .eager import Group, State
-from .muown import FLOOR, off_zero, start_from
+from .muown import FLOOR, check_no_zero_rows, off_zero, start_from
 from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
-from .row_norm import direction, recompose, row_norms, split_gradient
+from .row_norm import count_zero_rows, direction, recompose, row_norms, split_gradient
 
 
 class MuownSign(MatrixOptimizer):
@@ -74,7 +74,7 @@ class MuownSign(MatrixOptimizer):
 
     def check_parameter(self, name: str, W: Tensor, group: Group) -> None:
         super().check_parameter(name, W, group)
-        zeros = int((row_norms(W) == 0).sum())
+        zeros = count_zero_rows(W)
         if zeros:
             raise ValueError(f"{name}: {zeros} of {W.shape[0]} rows are zero and have no direction: initialise them")
 
@@ -89,6 +89,7 @@ class MuownSign(MatrixOptimizer):
         }
 
     def begin(self, W: Tensor, G: Tensor, state: State, group: Group) -> None:
+        check_no_zero_rows(W)
         start_from(W, state)
         grad_g, grad_R = split_gradient(W, G, state["magnitude"], state["row_norm"])
         state["momentum_buffer"].copy_(grad_R)

@@ -21,6 +21,11 @@ def row_norms(W: Tensor) -> Tensor:
     return norms
 
 
+def count_zero_rows(W: Tensor) -> int:
+    """Rows of W (m, n) without a direction; on the meta device, which has no numbers, 0."""
+    return 0 if W.is_meta else int((row_norms(W) == 0).sum())
+
+
 def direction(W: Tensor, g: Tensor, r: Tensor) -> Tensor:
     """R = Diag(r / g) W, (..., m, n): first line of Algorithm 1."""
     return W * (r / g).unsqueeze(-1)
@@ -36,7 +41,7 @@ def split_gradient(W: Tensor, G: Tensor, g: Tensor, r: Tensor) -> tuple[Tensor, 
 
         D = Diag(1/g) W;   grad_g = (G * D) 1_n;   grad_R = Diag(g/r) (G - Diag(grad_g) D)
 
-    Traffic for a float32 matrix: 10 numbers an element (G W: 3, its sum: 1, the two lines of grad_R: 2 and 4).
+    Traffic for a float32 matrix: 9 numbers an element (G W: 3, its sum: 1, the two lines of grad_R: 2 and 3).
 
     Returns:
         grad_g (..., m) and grad_R (..., m, n), in g's dtype; neither shares memory with an argument.

@@ -269,12 +269,23 @@ def _check(optimizer: Optimizer, parts: list[Optimizer]) -> None:
 
 def _check_alike(parts: list[Optimizer], owners: dict[Tensor, int], process_group: dist.ProcessGroup | None) -> None:
     """Raise ValueError, on every rank, unless all have the same parameters and the same assignment."""
-    described = [(tuple(p.shape), p.dtype, p.device.type, owners[p]) for part in parts for p in _parameters(part)]
+    described = [
+        [(tuple(p.shape), p.dtype, p.device.type, owners[p]) for p in group["params"]] + sorted(_options(group))
+        for part in parts
+        for group in part.param_groups
+    ]
     digests: list[Any] = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(digests, hashlib.sha256(repr(described).encode()).hexdigest(), group=process_group)
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
             raise ValueError(f"rank {rank} has other parameters or options in its optimizer than rank 0")
+
+
+def _options(group: Group) -> Iterator[tuple[str, str]]:
+    """Options of a group as text that is the same on all ranks; of functions, which have addresses, the name."""
+    for key, value in group.items():
+        if key != "params":
+            yield key, getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
 
 
 def _parts(optimizer: Optimizer) -> Iterator[Optimizer]:

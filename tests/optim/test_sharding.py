@@ -229,6 +229,7 @@ def _refusals(world):
         "save": message(lambda: torch.save(sharded, io.BytesIO())),
         "lbfgs": message(lambda: shard(torch.optim.LBFGS([new]))),
         "differ": message(lambda: shard(torch.optim.SGD(other_rank_has_more, lr=0.1))),
+        "lr": message(lambda: shard(Muown(everything(torch.float32)[:1], lr=0.1 * (1 + world.rank)))),
         "overlap": message(lambda: shard(torch.optim.SGD(overlapping, lr=0.1))),
     }
     train(sharded, [0])
@@ -314,6 +315,7 @@ def test_closures(several):
         ("save", "use its state_dict"),
         ("lbfgs", "LBFGS"),
         ("differ", "rank 1 has other parameters"),
+        ("lr", "rank 1 has other parameters or options"),
         ("overlap", "share memory"),
         ("moved", "'m0' is no longer where shard"),
     ],
