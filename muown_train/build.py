@@ -22,6 +22,7 @@ from muown_train.checkpoint import Checkpoints
 from muown_train.config import check_name, nearest
 from muown_train.data.loader import Loader
 from muown_train.data.sources import TrainingData
+from muown_train.data.workers import with_workers
 from muown_train.distributed import World
 from muown_train.factory import check_settings, factory, is_number
 from muown_train.models.language_model import LanguageModel
@@ -31,6 +32,7 @@ from muown_train.trainer import Schedule, Settings, Trainer
 
 # of the configuration, dotted; and of what the data turned out to be
 _WHAT_MAY_NOT_CHANGE = ("model", "data", "seq_len", "batch_tokens", "seed", "optim._target_", "optim.rest._target_")
+_MAY_CHANGE = ("data.retries",)
 _DATA_MAY_NOT_CHANGE = ("content", "tokenizer_hash", "revision", "held_out_content")
 
 
@@ -47,6 +49,7 @@ class TopLevel:
     seq_len: int
     batch_tokens: int
     micro_batch: int
+    workers: int | None
     precision: str
     compile: bool
     shard_optimizer: bool
@@ -68,6 +71,8 @@ class TopLevel:
             self._whole(key, 1)
         for key, least in (("keep_checkpoints", 1), ("log_every", 1), ("sample_tokens", 0), ("seed", 0)):
             self._whole(key, least)
+        if self.workers is not None:
+            self._whole("workers", 0)
         for key in ("tokens", "tokens_per_parameter", "grad_clip"):
             value = getattr(self, key)
             if value is not None and not (is_number(value) and value > 0):
@@ -182,12 +187,13 @@ def build(config: DictConfig, name: str, world: World) -> Run:
         peak_flops=hardware.peak_flops(world.device),
     )
     refuse_other_data(folder, data.facts)
+    rows = with_workers(data.train, top.workers)
     trainer = Trainer(
         world=world,
         model=torch.compile(model) if top.compile else model,  # type: ignore[arg-type]
         optimizer=optimizer,
         schedule=schedule,
-        loader=Loader(data.train, batch_rows, world.rank, world.size, pin_memory=world.device.type == "cuda"),
+        loader=Loader(rows, batch_rows, world.rank, world.size, pin_memory=world.device.type == "cuda"),
         valid=data.valid,
         checkpoints=Checkpoints(folder / "checkpoints", world, top.keep_checkpoints),
         settings=settings,
@@ -236,7 +242,11 @@ def refuse_other_run(folder: Path, resolved: dict[str, Any]) -> None:
     """Error if the folder holds checkpoints of a run that this configuration cannot go on with."""
     before = _of_checkpoints(folder / "config.yaml", yaml.safe_load)
     for section in _WHAT_MAY_NOT_CHANGE if before is not None else ():
-        old, new = _get(before, section), _get(resolved, section)
+        old, new = (_get(settings, section) for settings in (before, resolved))
+        if isinstance(old, dict) and isinstance(new, dict):
+            old, new = (
+                {key: tree[key] for key in tree if f"{section}.{key}" not in _MAY_CHANGE} for tree in (old, new)
+            )
         if old != new:
             if isinstance(old, dict) and isinstance(new, dict):
                 key = next(key for key in (*old, *new) if old.get(key) != new.get(key))

@@ -27,6 +27,7 @@ _NOT_IN_NAME = (
     "keep_checkpoints",
     "sample_tokens",
     "shard_optimizer",
+    "workers",
     "hydra",
 )
 _LONGEST_NAME = 120

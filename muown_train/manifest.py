@@ -21,7 +21,7 @@ from muown_train.optim import Combined
 from muown_train.optim.base import MatrixOptimizer
 from muown_train.trainer import Settings
 
-_PACKAGES = ("muown-train", "torch", "numpy", "tokenizers", "datasets", "safetensors", "hydra-core")
+_PACKAGES = ("muown-train", "torch", "numpy", "tiktoken", "tokenizers", "datasets", "safetensors", "hydra-core")
 
 
 def describe(

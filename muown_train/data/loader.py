@@ -7,7 +7,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,6 +20,13 @@ PATIENCE = 10.0  # seconds that `close` waits for a read to end
 class Batch(NamedTuple):
     tokens: torch.Tensor  # (B / ranks, T+1) int64
     hash: int  # int64; summed over ranks modulo 2^64 it is the hash of the global batch
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """Rows that may be waited for: `close`, from any thread, ends a `take` with an error."""
+
+    def close(self) -> None: ...
 
 
 class Loader:
@@ -74,8 +81,16 @@ class Loader:
         self._state = dict(state)
 
     def close(self) -> None:
-        """Ends the thread, or leaves it where its reading hangs; what was read ahead will be read again."""
-        if self._reader is not None and self._reader.close():
+        """Ends the thread and the workers; what was read ahead will be read again.
+
+        Rows that cannot be closed may leave a thread behind that hangs.
+        """
+        if self._reader is None:
+            return
+        self._reader.stop()
+        if isinstance(self._rows, Closable):
+            self._rows.close()
+        if self._reader.close():
             self._reader = None
             self._rows.load_state_dict(self._state)
 
@@ -107,6 +122,9 @@ class _Inline:
     def __init__(self, items: Iterator[Item]) -> None:
         self.get: Callable[[], Item] = items.__next__
 
+    def stop(self) -> None:
+        pass
+
     def close(self) -> bool:
         return True
 
@@ -128,6 +146,9 @@ class _Thread:
                 return item
             self._error = item
         raise self._error
+
+    def stop(self) -> None:
+        self._stop.set()
 
     def close(self) -> bool:
         """Whether the thread has ended."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
 
 from muown_train.data.permutation import permute
+
+BLOCK = 1024  # rows whose shuffled numbers are computed together: a call costs hundreds of microseconds
 
 
 class RowSource(Protocol):
@@ -25,38 +28,69 @@ class RowSource(Protocol):
 
 
 class TokenRows:
-    """Rows of prepared tokens (1-D, a memory map as a rule), shuffled anew in each epoch; there is no state.
+    """Rows of prepared tokens, shuffled anew in each epoch; there is no state.
 
-    Row k of the tokens holds ids kT to kT + T inclusive, so each token but the first and the fewer than T
-    at the end is a target once an epoch. Raises ValueError where the tokens do not make one row.
+    `tokens` is a 1-D array, a memory map as a rule, or a sequence of them whose concatenation is meant: a row
+    may begin in one and end in another. Row k of the tokens holds ids kT to kT + T inclusive, so each token but
+    the first and the fewer than T at the end is a target once an epoch. Raises ValueError where the tokens do
+    not make one row.
     """
 
-    def __init__(self, tokens: np.ndarray, seq_len: int, seed: int) -> None:
-        self.rows = (len(tokens) - 1) // seq_len
+    def __init__(self, tokens: np.ndarray | Sequence[np.ndarray], seq_len: int, seed: int) -> None:
+        self._tokens = tokens
+        parts = [tokens] if isinstance(tokens, np.ndarray) else tokens
+        self._parts = [np.asarray(part) for part in parts if len(part)]  # slices of a memory map are slow to make
+        ends = np.cumsum([len(part) for part in self._parts], dtype=np.int64)
+        total = int(ends[-1]) if len(ends) else 0
+        self.rows = (total - 1) // seq_len
         if self.rows < 1:
             raise ValueError(
-                f"the training data have {len(tokens)} tokens, fewer than one row of seq_len + 1 = "
+                f"the training data have {total} tokens, fewer than one row of seq_len + 1 = "
                 f"{seq_len + 1}: lower seq_len or give more data"
             )
         self.seq_len = seq_len
-        self._tokens = tokens
+        self._begins = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
         self._seed = seed
+        self._block: tuple[tuple[int, int], np.ndarray] = (-1, -1), np.empty(0, dtype=np.uint64)
 
     def take(self, indices: Sequence[int]) -> np.ndarray:
-        result = np.empty((len(indices), self.seq_len + 1), dtype=np.int32)
-        for k, row in enumerate(self.numbers(indices)):
-            start = int(row) * self.seq_len
-            result[k] = self._tokens[start : start + self.seq_len + 1]
+        length = self.seq_len + 1
+        starts = self.numbers(indices).astype(np.int64) * self.seq_len
+        parts = np.searchsorted(self._begins, starts, side="right") - 1
+        result = np.empty((len(starts), length), dtype=np.int32)
+        for row, part, begin in zip(result, parts.tolist(), (starts - self._begins[parts]).tolist(), strict=True):
+            ids = self._parts[part][begin : begin + length]
+            if len(ids) == length:
+                row[:] = ids
+            else:
+                self._fill_across(row, part, begin)
         return result
+
+    def _fill_across(self, row: np.ndarray, first: int, begin: int) -> None:
+        filled = 0
+        for part in count(first):
+            ids = self._parts[part][begin : begin + len(row) - filled]
+            row[filled : filled + len(ids)] = ids
+            filled, begin = filled + len(ids), 0
+            if filled == len(row):
+                return
 
     def numbers(self, indices: Sequence[int]) -> np.ndarray:
         """Which row of the tokens each row of the run is; uint64."""
         epochs, places = np.divmod(np.asarray(indices, dtype=np.int64), self.rows)
+        blocks = places // BLOCK
         result = np.empty(len(places), dtype=np.uint64)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            result[here] = permute(places[here], self.rows, (self._seed, int(epoch)))
+        for epoch, block in sorted(set(zip(epochs.tolist(), blocks.tolist(), strict=True))):
+            here = (epochs == epoch) & (blocks == block)
+            result[here] = self._numbers_of(epoch, block)[places[here] % BLOCK]
         return result
+
+    def _numbers_of(self, epoch: int, block: int) -> np.ndarray:
+        """The numbers of the rows of an epoch from block * BLOCK on; those asked for last are kept."""
+        if self._block[0] != (epoch, block):
+            places = np.arange(block * BLOCK, min((block + 1) * BLOCK, self.rows))
+            self._block = (epoch, block), permute(places, self.rows, (self._seed, epoch))
+        return self._block[1]
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -18,15 +18,11 @@ from typing import Any
 import numpy as np
 
 from muown_train.data import bpe
-from muown_train.data.cache import files_fingerprint, fingerprint, prepared
-from muown_train.data.corpus import Corpus, Labelled, Part, print_line, tokenised, with_ids
+from muown_train.data.cache import files_fingerprint, fingerprint
+from muown_train.data.corpus import Corpus, Labelled, print_line, tokenised
 from muown_train.data.documents import expand, read_documents
 from muown_train.data.holdout import held_out, label_by_content
-from muown_train.data.hub import HubFiles, open_hub
-from muown_train.data.permutation import permute
 from muown_train.data.rows import RowSource, TokenRows
-from muown_train.data.streaming import StreamRows
-from muown_train.data.token_file import read_tokens
 from muown_train.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from muown_train.data.unigram import unigram_loss
 
@@ -118,61 +114,6 @@ def files(
     return _from_corpus(corpus, "files", seq_len, seed, valid_tokens)
 
 
-def hub_stream(
-    path: str,
-    tokenizer: str,
-    name: str | None = None,
-    split: str = "train",
-    text: str = "text",
-    revision: str = "main",
-    streams: int = 64,
-    *,
-    seq_len: int,
-    seed: int,
-    valid_tokens: int,
-    cache: Path,
-    vocab_size: int,
-    progress: Callable[[str], None] = print_line,
-) -> TrainingData:
-    """A data set of the hub, streamed: nothing but the held-out tokens is stored.
-
-    Held out are the first documents of the last file, which training never reads; of a single file training
-    skips them. The files are dealt out to the streams in an order that the seed shuffles.
-    """
-    if streams < 1:
-        raise ValueError(f"data.streams must be 1 or more, not {streams}")
-    encoder = load_tokenizer(str(tokenizer))
-    check_vocabulary(encoder.name, encoder.size, vocab_size)
-    hub = open_hub(path, name, split, text, revision)
-    key = fingerprint(FORMAT, encoder.fingerprint, path, name, split, text, hub.revision, valid_tokens)
-    folder = Path(cache) / f"hub-{key}"
-    index = prepared(folder, lambda partial: _write_held_out(partial, hub, encoder, valid_tokens), progress)
-    valid = _held_out_ids(read_tokens(folder / "valid.bin"), valid_tokens)
-
-    last = hub.files - 1
-    skipped = index["valid"]["documents"] if last == 0 else 0
-    dealt = permute(np.arange(max(1, last)), max(1, last), (seed,)).tolist()
-    count = min(streams, len(dealt))
-    train = StreamRows(
-        lambda file, first: hub.documents(file, first + skipped),
-        [dealt[number::count] for number in range(count)],
-        encoder,
-        seq_len,
-    )
-    facts = {
-        "data": path,
-        "name": name,
-        "split": split,
-        "revision": hub.revision,
-        "files": hub.files,
-        "streams": count,
-        **_tokenizer_facts(encoder),
-        "held_out_content": index["valid"]["text"],
-        "held_out_tokens": max(0, len(valid) - 1),
-    }
-    return TrainingData(train, valid, encoder, facts, None)
-
-
 def _library_files(root: Path) -> list[Path]:
     paths: list[Path] = []
     for folder, below, names in os.walk(root):
@@ -196,11 +137,11 @@ def _from_corpus(corpus: Corpus, data: str, seq_len: int, seed: int, valid_token
     if not index["train"]["documents"]:
         raise ValueError(f"data={data}: there is no document to train on")
     rows = TokenRows(corpus.train, seq_len, seed)
-    valid = _held_out_ids(corpus.valid, valid_tokens)
+    valid = held_out_ids(corpus.valid, valid_tokens)
     facts = {
         "data": data,
         "content": fingerprint(index["train"]["text"], index["valid"]["text"]),
-        **_tokenizer_facts(corpus.tokenizer),
+        **tokenizer_facts(corpus.tokenizer),
         "documents": index["train"]["documents"],
         "tokens": index["train"]["tokens"],
         "held_out_documents": index["valid"]["documents"],
@@ -210,7 +151,7 @@ def _from_corpus(corpus: Corpus, data: str, seq_len: int, seed: int, valid_token
     return TrainingData(rows, valid, corpus.tokenizer, facts, loss)
 
 
-def _held_out_ids(tokens: np.ndarray, valid_tokens: int) -> np.ndarray:
+def held_out_ids(tokens: np.ndarray, valid_tokens: int) -> np.ndarray:
     if valid_tokens < 1:
         raise ValueError(f"valid_tokens must be 1 or more, not {valid_tokens}")
     if len(tokens) < 2:
@@ -218,21 +159,9 @@ def _held_out_ids(tokens: np.ndarray, valid_tokens: int) -> np.ndarray:
     return tokens[: valid_tokens + 1]
 
 
-def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
+def tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         "tokenizer": tokenizer.name,
         "tokenizer_hash": tokenizer.fingerprint,
         "vocabulary": tokenizer.size,
     }
-
-
-def _write_held_out(folder: Path, hub: HubFiles, tokenizer: Tokenizer, valid_tokens: int) -> dict[str, Any]:
-    part = Part(folder / "valid.bin", tokenizer)
-    pairs = ((document, True) for document in hub.documents(hub.files - 1, 0))
-    left = valid_tokens + 1
-    for document, _, ids in with_ids(pairs, tokenizer):
-        part.write(document, ids)
-        left -= len(ids)
-        if left <= 0:
-            break
-    return {"valid": part.close()}

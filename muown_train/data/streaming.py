@@ -1,25 +1,37 @@
 """Rows straight from a stream of documents: a fixed number of virtual streams, each with a cursor of its own.
 
 Row i of the run is row i // S of stream i % S, where S depends on the data alone, so neither ranks nor
-batches change the order. A cursor names the document and the token within it where the next row begins, so
-that a resume reads on from there and encodes one document again; nothing of a buffer needs to be stored.
+batches change the order. A stream reads its units (files or parts of files) in an order of each epoch's own,
+and shuffles the documents in windows. Window and order are computed from (seed, epoch, stream, number), so
+that nothing of a buffer is stored: a cursor names where the window begins, the place in it and the token
+where the next row begins. A resume reads the window again and encodes it from the place on.
+
+A thread for each stream reads texts ahead, 128 documents or one window more than the one in use (a window
+has at most 4M characters, or one document). So all streams wait for the network side by side, and while
+one waits for a hub that fails the others go on reading until their next windows are there; rows are handed
+out in their order, so in the end the run waits for the slowest. Encoding is left to whoever asks for rows.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
+from muown_train.data.permutation import permute
+from muown_train.data.read_ahead import ReadAhead, end
 from muown_train.data.tokenizer import Tokenizer, encode_documents
 
 AT_ONCE = 1 << 16  # characters encoded together: little, for all streams begin at the same time
+AHEAD = 128  # documents read ahead, at least one window
+WINDOW_CHARACTERS = 1 << 22  # a window ends with the document that reaches it: books must fit in memory too
 
-# (number of a file, number of a document in it) -> that document and those after it
-Documents = Callable[[int, int], Iterator[str]]
+# (a unit, number of a document in it) -> that document and those after it
+Documents = Callable[[Any, int], Iterator[str]]
 
 
 @dataclass(frozen=True)
@@ -28,32 +40,104 @@ class Cursor:
 
     position: int = 0  # rows of the stream before it
     epoch: int = 0
-    file: int = 0  # in the stream's list of files
-    document: int = 0  # in the file
-    token: int = 0  # in the document
+    window: int = 0  # number in the epoch
+    unit: int = 0  # in the order of the epoch, of the window's first document
+    document: int = 0  # in the unit, of the window's first document
+    place: int = 0  # in the shuffled window
+    token: int = 0  # in the document at that place
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """The order of a stream's documents: of units in an epoch, of `window` documents among themselves."""
+
+    window: int = 1  # 1: units and documents as they come
+    seed: int = 0
+    stream: int = 0
+
+    def units(self, epoch: int, count: int) -> list[int]:
+        return self._order(count, (self.seed, epoch, self.stream))
+
+    def documents(self, epoch: int, window: int, count: int) -> list[int]:
+        return self._order(count, (self.seed, epoch, self.stream, window))
+
+    def _order(self, count: int, key: tuple[int, ...]) -> list[int]:
+        order = np.arange(count)
+        return (permute(order, count, key) if self.window > 1 and count > 1 else order).tolist()
+
+
+@dataclass(frozen=True)
+class Window:
+    start: Cursor
+    texts: list[str]  # shuffled
+
+
+def read_windows(documents: Documents, units: Sequence[Any], shuffle: Shuffle, start: Cursor) -> Iterator[Window]:
+    """Windows from the one that begins at `start` on, epoch after epoch; each document is in one of an epoch.
+
+    Raises ValueError where the units hold no document.
+    """
+    epoch, number, first = start.epoch, start.window, (start.unit, start.document)
+    barren = 0  # epochs in a row without a document; the first may have begun at the end of the units
+    while barren < 2:
+        barren += 1
+        order = [units[k] for k in shuffle.units(epoch, len(units))]
+        for (unit, document), texts in _cut(_located(documents, order, *first), shuffle.window):
+            barren = 0
+            chosen = [texts[k] for k in shuffle.documents(epoch, number, len(texts))]
+            yield Window(Cursor(epoch=epoch, window=number, unit=unit, document=document), chosen)
+            number += 1
+        epoch, number, first = epoch + 1, 0, (0, 0)
+    raise ValueError(f"{', '.join(map(str, units))} of the data, which make up a stream, hold no document")
+
+
+def _located(
+    documents: Documents, units: Sequence[Any], unit: int, first: int
+) -> Iterator[tuple[tuple[int, int], str]]:
+    for k in range(unit, len(units)):
+        for number, text in enumerate(documents(units[k], first), first):
+            yield (k, number), text
+        first = 0
+
+
+def _cut(located: Iterator[tuple[tuple[int, int], str]], documents: int) -> Iterator[tuple[tuple[int, int], list[str]]]:
+    """Pairs (place of the first, texts) of at most so many documents and about WINDOW_CHARACTERS."""
+    start, texts, characters = (0, 0), list[str](), 0
+    for place, text in located:
+        start = start if texts else place
+        texts.append(text)
+        characters += len(text)
+        if len(texts) == documents or characters >= WINDOW_CHARACTERS:
+            yield start, texts
+            texts, characters = [], 0
+    if texts:
+        yield start, texts
 
 
 class Stream:
-    """Rows of T+1 ids with stride T out of the documents of some files, over and over; end-of-text after
+    """Rows of T+1 ids with stride T out of the documents of some units, over and over; end-of-text after
     each.
 
-    Raises ValueError where the files hold no document.
+    Raises what reading raises, and ValueError where the units hold no document.
     """
 
     def __init__(
         self,
         documents: Documents,
-        files: Sequence[int],
+        units: Sequence[Any],
         tokenizer: Tokenizer,
         seq_len: int,
         cursor: Cursor | None = None,
+        shuffle: Shuffle | None = None,
     ) -> None:
         self.cursor = cursor or Cursor()
-        self._documents = documents
-        self._files = files
         self._tokenizer = tokenizer
         self._seq_len = seq_len
-        self._source = self._encoded(self.cursor)
+        shuffle = shuffle or Shuffle()
+        windows = read_windows(documents, units, shuffle, self.cursor)
+        self.reader = ReadAhead(windows, max(1, AHEAD // shuffle.window))
+        weakref.finalize(self, self.reader.stop)
+        self._source = _encoded(self.reader, tokenizer, self.cursor.place)
         self._ahead: deque[tuple[Cursor, np.ndarray]] = deque()  # from the document of the cursor on
         self._tokens = -self.cursor.token  # in `_ahead`, from the cursor on
 
@@ -83,49 +167,62 @@ class Stream:
                 break
         return row
 
-    def _encoded(self, start: Cursor) -> Iterator[tuple[Cursor, np.ndarray]]:
-        epoch, file, document = start.epoch, start.file, start.document
-        barren = 0  # epochs in a row without a document; the first may have begun at the end of the files
-        while barren < 2:
-            barren += 1
-            for k in range(file, len(self._files)):
-                encoded = encode_documents(self._documents(self._files[k], document), self._tokenizer, AT_ONCE)
-                for number, ids in enumerate(encoded, document):
-                    barren = 0
-                    yield Cursor(epoch=epoch, file=k, document=number), ids
-                document = 0
-            file, epoch = 0, epoch + 1
-        raise ValueError(f"the data files {list(self._files)} of a stream hold no document")
+
+def _encoded(windows: Iterator[Window], tokenizer: Tokenizer, place: int) -> Iterator[tuple[Cursor, np.ndarray]]:
+    """Pairs (cursor of a document, its ids with end-of-text), from that at `place` of the first window on."""
+    for window in windows:
+        for number, ids in enumerate(encode_documents(window.texts[place:], tokenizer, AT_ONCE), place):
+            yield replace(window.start, place=number), ids
+        place = 0
 
 
 class StreamRows:
-    """Rows dealt out in turn by streams, one for each list of files; a stream is opened when first asked for.
+    """Rows dealt out in turn by streams, one for each list of units; a stream is opened when first asked for.
 
-    Rows asked for out of order are right but slow: those in between are skipped, and to go back a stream
-    begins again. The state is {"streams": {number of a stream: cursor}}; that of a run is the union over its
-    ranks, where any cursor will do if several ranks know the same stream: a resume skips what is behind.
+    `shuffle` is the number of documents in a window, 1 for the order of the data. `interrupt` ends what
+    `documents` may be waiting for. Rows asked for out of order are right but slow: those in between are
+    skipped, and to go back a stream begins again. The state is {"streams": {number of a stream: cursor}};
+    that of a run is the union over its ranks, where any cursor will do if several ranks know the same stream:
+    a resume skips what is behind.
     """
 
     def __init__(
-        self, documents: Documents, files: Sequence[Sequence[int]], tokenizer: Tokenizer, seq_len: int
+        self,
+        documents: Documents,
+        units: Sequence[Sequence[Any]],
+        tokenizer: Tokenizer,
+        seq_len: int,
+        shuffle: int = 1,
+        seed: int = 0,
+        interrupt: Callable[[], None] | None = None,
     ) -> None:
-        assert files and all(files), files
+        assert units and all(units), units
         self.seq_len = seq_len
         self._documents = documents
-        self._files = files
+        self._units = units
+        self.streams = len(units)  # row i is of stream i % streams
         self._tokenizer = tokenizer
+        self._shuffle = (shuffle, seed)
+        self._interrupt = interrupt
         self._cursors: dict[int, Cursor] = {}
         self._streams: dict[int, Stream] = {}
+        self._finalizer: weakref.finalize[..., Any] | None = None
+        self._closed = False
         self._first: int | None = None  # number of the first row taken since the cursors were loaded
         self._reached = 0  # one more than the largest
 
     def take(self, indices: Sequence[int]) -> np.ndarray:
         result = np.empty((len(indices), self.seq_len + 1), dtype=np.int32)
-        for k, index in enumerate(indices):
-            position, number = divmod(int(index), len(self._files))
-            result[k] = self._row(number, position)
-            self._first = int(index) if self._first is None else self._first
-            self._reached = max(self._reached, int(index) + 1)
+        places = [divmod(int(index), len(self._units)) for index in indices]
+        for position, number in places:  # all begin to read before the first is waited for
+            self._at(number, position)
+        for k, (position, number) in enumerate(places):
+            stream = self._at(number, position)
+            while stream.cursor.position < position:
+                stream.next_row()
+            result[k] = stream.next_row()
+            self._first = int(indices[k]) if self._first is None else self._first
+            self._reached = max(self._reached, int(indices[k]) + 1)
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,32 +231,67 @@ class StreamRows:
         return {"streams": {str(number): asdict(cursor) for number, cursor in sorted(cursors.items())}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError where the state is of other data: more streams, or more files in one."""
-        cursors = {int(number): Cursor(**cursor) for number, cursor in state.get("streams", {}).items()}
-        for number, cursor in cursors.items():
-            if number >= len(self._files) or cursor.file >= len(self._files[number]):
+        """Raises ValueError where the state is of other data, with more streams or more units in one, or of
+        another version."""
+        known = {field.name for field in fields(Cursor)}
+        cursors = {}
+        for key, values in state.get("streams", {}).items():
+            number = int(key)
+            if not known.issuperset(values):
                 raise ValueError(
-                    f"the saved position is in file {cursor.file} of stream {number}, but these data have "
-                    f"{len(self._files)} streams of at most {len(self._files[0])} files: not the same data"
+                    f"the saved position of stream {number} has {', '.join(sorted(set(values) - known))}, which this "
+                    "version does not know: go on with the version that saved it"
                 )
-        self._cursors, self._streams = cursors, {}
+            cursor = cursors[number] = Cursor(**values)
+            if number >= len(self._units) or cursor.unit >= len(self._units[number]):
+                raise ValueError(
+                    f"the saved position is in part {cursor.unit} of stream {number}, but these data have "
+                    f"{len(self._units)} streams of at most {max(map(len, self._units))} parts: not the same data"
+                )
+        end(stream.reader for stream in self._streams.values())
+        self._streams.clear()
+        self._cursors = cursors
         self._first, self._reached = None, 0
+        self._closed = False
+
+    def close(self) -> None:
+        """Ends the reading from any thread: a `take` under way raises RuntimeError, as do later ones until
+        `load_state_dict`."""
+        self._closed = True
+        for stream in list(self._streams.values()):
+            stream.reader.stop()
+        if self._interrupt is not None:
+            self._interrupt()
 
     def _left_behind(self, number: int) -> bool:
         """Whether the run has come by the stream since loading: if not here, another rank has its cursor."""
         if self._first is None:
             return False
-        return self._first + (number - self._first) % len(self._files) < self._reached
+        return self._first + (number - self._first) % len(self._units) < self._reached
 
-    def _row(self, number: int, position: int) -> np.ndarray:
-        stream = self._streams.get(number) or self._open(number, self._cursors.get(number))
-        if stream.cursor.position > position:
-            stream = self._open(number, None)
-        while stream.cursor.position < position:
-            stream.next_row()
-        return stream.next_row()
-
-    def _open(self, number: int, cursor: Cursor | None) -> Stream:
-        stream = Stream(self._documents, self._files[number], self._tokenizer, self.seq_len, cursor)
+    def _at(self, number: int, position: int) -> Stream:
+        """The stream, opened where need be, at the position or before it."""
+        if self._closed:
+            raise RuntimeError("the data were closed")
+        stream = self._streams.get(number)
+        if stream is not None and stream.cursor.position <= position:
+            return stream
+        cursor = self._cursors.get(number) if stream is None else None
+        if cursor is not None and cursor.position > position:
+            cursor = None
+        if stream is not None:
+            stream.reader.stop()
+        if self._finalizer is None:
+            self._finalizer = weakref.finalize(self, _end, self._streams, self._interrupt)
+        shuffle = Shuffle(self._shuffle[0], self._shuffle[1], number)
+        stream = Stream(self._documents, self._units[number], self._tokenizer, self.seq_len, cursor, shuffle)
         self._streams[number] = stream
         return stream
+
+
+def _end(streams: dict[int, Stream], interrupt: Callable[[], None] | None) -> None:
+    for stream in streams.values():
+        stream.reader.stop()
+    if interrupt is not None:
+        interrupt()
+    end(stream.reader for stream in streams.values())

@@ -7,6 +7,7 @@ here (int64), which only a file of more than 2^31 - 1 tokens shows.
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from types import TracebackType
 
@@ -47,9 +48,11 @@ class TokenWriter:
             self._file.close()
 
 
-def read_tokens(path: Path) -> np.ndarray:
-    """The ids as a read-only memory map, 1-D uint16 or uint32.
+def read_tokens(path: Path, scattered: bool = False) -> np.ndarray:
+    """The ids as a read-only array over a memory map, 1-D uint16 or uint32.
 
+    With `scattered` the system reads from the disk what is asked for alone: for rows here and there what it
+    would read besides, up to megabytes for each, is in vain.
     Raises ValueError naming the file where it is no token file, of another version, or not complete.
     """
     with path.open("rb") as file:
@@ -66,7 +69,12 @@ def read_tokens(path: Path) -> np.ndarray:
         raise ValueError(f"{path} is a token file of version {version}; version {KINDS[width][1]} is read")
     count = int(header[2:4].view("<i8")[0])
     if size != HEADER_BYTES + count * width:
-        raise ValueError(f"{path} should hold {count} tokens but has {(size - HEADER_BYTES) / width:g}")
+        state = "is truncated: it" if size < HEADER_BYTES + count * width else "is damaged: it"
+        raise ValueError(f"{path} {state} should hold {count} tokens but has {(size - HEADER_BYTES) / width:g}")
     if count == 0:
         return np.empty(0, dtype=f"<u{width}")
-    return np.memmap(path, dtype=f"<u{width}", mode="r", offset=HEADER_BYTES, shape=(count,))
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if scattered and hasattr(mmap, "MADV_RANDOM"):
+        mapped.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapped, dtype=f"<u{width}", count=count, offset=HEADER_BYTES)

@@ -10,6 +10,9 @@ import hashlib
 import json
 import re
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -18,13 +21,41 @@ API = re.compile(r"/api/(datasets|models)/([^/]+/[^/]+)(?:/(revision|tree|paths-
 FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
 
 
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong with one answer."""
+
+    status: int | None = None  # instead of the file
+    headers: dict[str, str] = field(default_factory=dict)
+    cut: int | None = None  # bytes of the body before the connection ends
+    delay: float = 0.0  # seconds before the answer
+
+
 class Hub:
-    """Context manager; `requests` collects (method, path) of what was asked for."""
+    """Context manager; `requests` collects (method, path) of what was asked for, `served` (path, bytes) of data.
+
+    `disturb`, a function of the path of a data file and the number of requests for data so far, says what goes
+    wrong; `next_requests` sets it.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.commit = hashlib.sha1(str(root).encode()).hexdigest()
         self.requests: list[tuple[str, str]] = []
+        self.served: list[tuple[str, int]] = []
+        self.disturb: Callable[[str, int], Fault | None] = lambda path, number: None
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def next_requests(self, count: int, fault: Fault, below: str = "") -> None:
+        """The next `count` requests for data whose path contains `below` meet the fault."""
+        left = iter(range(count))
+        self.disturb = lambda path, number: fault if below in path and next(left, None) is not None else None
+
+    def fault(self, path: str) -> Fault | None:
+        with self._lock:
+            self._count += 1
+            return self.disturb(path, self._count)
 
     def __enter__(self) -> Hub:
         hub = self
@@ -33,8 +64,7 @@ class Hub:
             pass
 
         BoundHandler.hub = hub
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), BoundHandler)
-        self._server.daemon_threads = True
+        self._server = Server(("127.0.0.1", 0), BoundHandler)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         return self
 
@@ -56,9 +86,16 @@ class Hub:
         }
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256  # all streams connect at once
+
+
 class Handler(BaseHTTPRequestHandler):
     hub: Hub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or the body waits 40 ms for the headers to be acknowledged
+    _cut: int | None = None
 
     def do_GET(self) -> None:
         self._answer(b"")
@@ -91,6 +128,12 @@ class Handler(BaseHTTPRequestHandler):
                 self._json({"id": repo, "sha": self.hub.commit, "private": False, "siblings": names, "tags": []})
         elif match := FILE.match(path):
             kind, repo, revision, name = match.groups()
+            fault = self.hub.fault(path) if kind and self.command == "GET" else None
+            if fault is not None:
+                time.sleep(fault.delay)
+            if fault is not None and fault.status is not None:
+                return self._send(fault.status, b"{}", fault.headers)
+            self._cut = fault.cut if fault is not None else None
             self._file(self.hub.root / ("datasets" if kind else "models") / repo, name)
         else:
             self._error("EntryNotFound")
@@ -116,10 +159,18 @@ class Handler(BaseHTTPRequestHandler):
         }
         wanted = re.match(r"bytes=(\d+)-(\d*)$", self.headers.get("Range", ""))
         if not wanted:
-            return self._send(200, data, headers)
+            return self._data(200, data, headers)
         first, last = int(wanted[1]), min(int(wanted[2] or len(data) - 1), len(data) - 1)
         headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
-        self._send(206, data[first : last + 1], headers)
+        self._data(206, data[first : last + 1], headers)
+
+    def _data(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        if self.command == "GET":
+            self.hub.served.append((urlsplit(self.path).path, len(body)))
+        if self._cut is None:
+            return self._send(status, body, headers)
+        self._send(status, body, headers, self._cut)
+        self.close_connection = True
 
     def _json(self, value: object) -> None:
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
@@ -127,14 +178,14 @@ class Handler(BaseHTTPRequestHandler):
     def _error(self, code: str) -> None:
         self._send(404, b'{"error": "not found"}', {"X-Error-Code": code, "Content-Type": "application/json"})
 
-    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+    def _send(self, status: int, body: bytes, headers: dict[str, str], cut: int | None = None) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            self.wfile.write(body[:cut])
 
 
 def _entry(folder: Path, path: Path) -> dict[str, object]:

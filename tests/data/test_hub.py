@@ -13,7 +13,7 @@ import pytest
 
 from muown_train.data.permutation import permute
 from tests.data.helpers import word_tokenizer_json
-from tests.data.hub_server import Hub
+from tests.data.hub_server import Fault, Hub
 
 ROOT = Path(__file__).parents[2]
 CORPUS = ROOT.parent / "shared" / "corpus"
@@ -65,7 +65,7 @@ print(json.dumps(results))
 """
 
 
-def clients(environment, tmp_path, cases):
+def clients(environment, tmp_path, cases, said=False):
     defaults = {"cache": str(tmp_path / "cache"), "legs": [], "config": {}, "run": {}}
     done = subprocess.run(
         [sys.executable, "-c", CLIENT, json.dumps([defaults | case for case in cases])],
@@ -77,28 +77,36 @@ def clients(environment, tmp_path, cases):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    results = json.loads(done.stdout.splitlines()[-1])
+    return (results, done.stderr) if said else results
 
 
-def client(environment, tmp_path, **case):
-    return clients(environment, tmp_path, [case])[0]
+def client(environment, tmp_path, said=False, **case):
+    (result,), lines = clients(environment, tmp_path, [case], said=True)
+    return (result, lines) if said else result
 
 
 def texts_of(file):
     return [f"Document {k} of file {file}: {'words ' * (k % 9)}." for k in range(300 if file < 4 else 60)]
 
 
-def build(root, files):
+def build(root, files, group=64):
     data = root / "datasets" / "HuggingFaceFW" / "fineweb-edu"
     (data / "sample" / "100BT").mkdir(parents=True)
     (data / "README.md").write_text(CARD)
     for file in files:
-        table = pa.table({"id": [str(k) for k in range(len(texts_of(file)))], "text": texts_of(file)})
-        pq.write_table(table, data / "sample" / "100BT" / f"{file:03d}.parquet", row_group_size=64)
+        count = len(texts_of(file))
+        table = pa.table({"id": [str(k) for k in range(count)], "text": texts_of(file), "score": range(count)})
+        pq.write_table(table, data / "sample" / "100BT" / f"{file:03d}.parquet", row_group_size=group)
     model = root / "models" / "EleutherAI" / "gpt-neox-20b"
     model.mkdir(parents=True)
     (model / "tokenizer.json").write_text(word_tokenizer_json())
     (root / "models" / "HuggingFaceFW" / "other").mkdir(parents=True)
+    lines = root / "datasets" / "owner" / "lines"
+    lines.mkdir(parents=True)
+    for file in range(3):
+        texts = [json.dumps({"body": text, "n": k}) for k, text in enumerate(texts_of(file))]
+        (lines / f"train-{file}.jsonl").write_text("\n".join(texts))
     return root
 
 
@@ -114,10 +122,15 @@ def decode(ids):
     return Tokenizer.from_str(word_tokenizer_json()).decode(ids, skip_special_tokens=False)
 
 
+def shuffled(texts, seed, stream):
+    """Of a stream that begins with them, where they are fewer than a window holds."""
+    return [texts[k] for k in permute(np.arange(len(texts)), len(texts), (seed, 0, stream, 0)).tolist()]
+
+
 def test_streaming_from_the_hub(hub, tmp_path):
     result = client(hub.environment(tmp_path), tmp_path, legs=[(1, 8)])
     facts = result["facts"]
-    assert facts["files"] == 5 and facts["streams"] == 4 and facts["revision"] == hub.commit
+    assert facts["files"] == 5 and facts["streams"] == 20 and facts["revision"] == hub.commit
     assert facts["tokenizer"] == "EleutherAI/gpt-neox-20b" and facts["held_out_tokens"] == 300
 
     assert len(result["valid"]) == 301
@@ -125,26 +138,70 @@ def test_streaming_from_the_hub(hub, tmp_path):
     assert held_out.startswith(decode(result["valid"]))
 
     rows = [row for _, batch in result["batches"] for row in batch]
-    order = permute(np.arange(4), 4, (0,)).tolist()
-    for number, file in enumerate(order):
+    groups = [texts_of(file)[64 * k : 64 * k + 64] for file in range(4) for k in range(5)]
+    for number, group in enumerate(permute(np.arange(20), 20, (0,)).tolist()):
+        own = rows[number::20]
+        joined = own[0][:1] + [token for row in own for token in row[1:]]
+        assert "<|endoftext|>".join(shuffled(groups[group], 0, number)).startswith(decode(joined))
+
+
+@pytest.mark.slow
+def test_with_more_files_than_streams_the_last_is_held_out(hub, tmp_path):
+    cases = [{"legs": [(1, 4)], "config": {"streams": 4, "shuffle": 1}, "run": {"valid_tokens": v}} for v in (300, 9)]
+    result, fewer = clients(hub.environment(tmp_path), tmp_path, cases)
+    assert result["facts"]["streams"] == 4 and result["batches"] == fewer["batches"] and len(fewer["valid"]) == 10
+    rows = [row for _, batch in result["batches"] for row in batch]
+    for number, file in enumerate(permute(np.arange(4), 4, (0,)).tolist()):
         own = rows[number::4]
         joined = own[0][:1] + [token for row in own for token in row[1:]]
         assert "<|endoftext|>".join(texts_of(file)).startswith(decode(joined))
 
 
-def test_ranks_and_resumes_see_the_same_rows(hub, tmp_path):
+def test_files_of_other_formats(hub, tmp_path):
+    config = {"path": "owner/lines", "name": None, "text": "body"}
+    legs = [[(1, 60)], [(2, 17), (1, 1), (3, 42)]]
+    cases = [{"legs": each, "config": config} for each in legs]
+    alone, changing = clients(hub.environment(tmp_path), tmp_path, cases)
+    assert alone["facts"]["streams"] == 2 and alone["facts"]["files"] == 3, alone
+    assert alone["batches"] == changing["batches"] and "<|endoftext|>".join(texts_of(2)).startswith(
+        decode(alone["valid"])
+    )
+    order = permute(np.arange(2), 2, (0,)).tolist()
+    first = shuffled(texts_of(order[0])[:128], 0, 0)
+    assert "<|endoftext|>".join(first).startswith(decode(alone["batches"][0][1][0]))
+
+
+@pytest.mark.slow
+def test_a_hub_that_fails_now_and_then_changes_no_row(hub, tmp_path):
     environment = hub.environment(tmp_path)
-    alone = client(environment, tmp_path, legs=[(1, 200)])
-    # stopped first in the middle of the files, then near their ends, and at last in their second epoch
-    changing = client(environment, tmp_path, legs=[(2, 37), (1, 110), (4, 30), (3, 23)])
+    alone = client(environment, tmp_path, legs=[(1, 50)])
+    faults = [Fault(status=503), Fault(cut=3), Fault(status=429, headers={"Retry-After": "1"})]
+    hub.disturb = lambda path, number: faults[number // 11 % 3] if number % 11 == 0 else None
+    try:
+        disturbed, said = client(environment, tmp_path, legs=[(2, 20), (1, 30)], said=True)
+    finally:
+        hub.disturb = lambda path, number: None
+    assert disturbed["batches"] == alone["batches"]
+    lines = [line for line in said.splitlines() if "trying again" in line]
+    assert lines and all(
+        "data set HuggingFaceFW/fineweb-edu (sample-100BT): reading sample/100BT/00" in x for x in lines
+    )
+
+
+@pytest.mark.slow
+def test_ranks_and_resumes_see_the_same_rows(hub, tmp_path):
+    cases = [{"legs": [(1, 60)]}, {"legs": [(2, 13), (1, 29), (4, 11), (3, 7)]}]
+    alone, changing = clients(hub.environment(tmp_path), tmp_path, cases)
     assert changing["batches"] == alone["batches"]
-    assert changing["state"]["rows"] == alone["state"]["rows"] == 200 * 12
-    assert all(cursor["epoch"] == 1 for cursor in alone["state"]["streams"].values())
+    assert changing["state"]["rows"] == alone["state"]["rows"] == 60 * 12
+    assert len(alone["state"]["streams"]) == 20
 
 
-def test_of_a_single_file_training_skips_what_is_held_out(tmp_path):
-    with Hub(build(tmp_path / "hub", [0])) as hub:
-        result = client(hub.environment(tmp_path), tmp_path, legs=[(1, 1)], run={"valid_tokens": 100})
+@pytest.mark.slow
+def test_of_a_single_row_group_training_skips_what_is_held_out(tmp_path):
+    with Hub(build(tmp_path / "hub", [0], group=1000)) as hub:
+        case = {"legs": [(1, 1)], "run": {"valid_tokens": 100}, "config": {"shuffle": 1}}
+        result = client(hub.environment(tmp_path), tmp_path, **case)
     held_out = decode(result["valid"]).split("<|endoftext|>")
     whole = [text for text in texts_of(0) if text in held_out]
     assert result["facts"]["streams"] == 1 and whole
@@ -170,11 +227,16 @@ def test_errors_before_training(hub, tmp_path):
         ({"path": "no/such/name"}, "data.path='no/such/name' is not a name of a data set"),
         ({"name": "sample-1BT"}, "data set HuggingFaceFW/fineweb-edu (sample-1BT)"),
         ({"split": "test"}, "split 'test'"),
-        ({"text": "body"}, "has no column 'body' (data.text); its columns: id, text"),
+        ({"text": "body"}, "has no column 'body' (data.text); its columns: id, text, score"),
+        ({"text": "score"}, "column 'score' (data.text) holds int64, not text"),
         ({"revision": "v9"}, "has no revision 'v9' (data.revision)"),
         ({"tokenizer": "nobody/nothing"}, "data.tokenizer=nobody/nothing: the hub has no such model"),
         ({"tokenizer": "HuggingFaceFW/other"}, "this model has no tokenizer.json"),
-        ({"streams": 0}, "data.streams must be 1 or more, not 0"),
+        ({"streams": 0}, "data.streams must be a whole number, 1 or more, not 0"),
+        ({"streams": 1.5}, "data.streams must be a whole number, 1 or more, not 1.5"),
+        ({"streams": True}, "data.streams must be a whole number, 1 or more, not True"),
+        ({"shuffle": 0}, "data.shuffle must be a whole number, 1 or more, not 0"),
+        ({"retries": -1}, "data.retries must be a whole number, 0 or more, not -1"),
     ]
     results = clients(hub.environment(tmp_path), tmp_path, [{"config": config} for config, _ in expected])
     for (config, message), result in zip(expected, results, strict=True):
@@ -195,7 +257,7 @@ def test_no_hub(hub, tmp_path, name):
     assert name in result["message"] and "refused" in result["message"] and "\n" not in result["message"]
 
 
-def test_a_hub_that_goes_away_while_streaming(hub, tmp_path):
+def test_a_broken_file(hub, tmp_path):
     path = hub.root / "datasets" / "HuggingFaceFW" / "fineweb-edu" / "sample" / "100BT" / "004.parquet"
     kept = path.read_bytes()
     path.write_bytes(kept[:200] + bytes(len(kept) - 200))  # not a parquet file any more
@@ -204,7 +266,10 @@ def test_a_hub_that_goes_away_while_streaming(hub, tmp_path):
     finally:
         path.write_bytes(kept)
     assert result["error"] == "ConnectionError"
-    assert "data set HuggingFaceFW/fineweb-edu (sample-100BT): reading file 4 failed" in result["message"]
+    assert (
+        "data set HuggingFaceFW/fineweb-edu (sample-100BT): reading sample/100BT/004.parquet failed"
+        in result["message"]
+    )
 
 
 @pytest.mark.skipif(not CORPUS.is_dir(), reason="needs the corpus")
@@ -214,10 +279,10 @@ def test_the_corpus_under_the_name_of_fineweb_edu(tmp_path):
         (root / "datasets/HuggingFaceFW/fineweb-edu/sample/100BT" / path.name).symlink_to(path)
     with Hub(root) as hub:
         result = client(hub.environment(tmp_path), tmp_path, legs=[(1, 3), (2, 2)])
-    assert result["facts"]["files"] == 8 and result["facts"]["streams"] == 7
+    assert result["facts"]["files"] == 8 and result["facts"]["streams"] == 31
     rows = np.array([row for _, batch in result["batches"] for row in batch])
     assert rows.shape == (60, T + 1) and rows.max() <= 256
-    order = permute(np.arange(7), 7, (0,)).tolist()
-    shard = sorted(CORPUS.glob("train-*.parquet"))[order[0]]
-    first = pq.ParquetFile(shard).read_row_group(0, columns=["text"]).column(0)[0].as_py()
-    assert first.startswith(decode(rows[0].tolist())[:20])
+    file, group = divmod(int(permute(np.arange(31), 31, (0,))[0]), 4)
+    shard = pq.ParquetFile(sorted(CORPUS.glob("train-*.parquet"))[file])
+    window = shard.read_row_group(group, columns=["text"]).column(0)[:128].to_pylist()
+    assert shuffled(window, 0, 0)[0].startswith(decode(rows[0].tolist())[:20])

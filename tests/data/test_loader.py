@@ -182,6 +182,36 @@ def test_threads_end():
     assert not ours()
 
 
+class Waiting(Breaking):
+    """Waits for its second row until it is closed."""
+
+    def __init__(self):
+        self.closed = threading.Event()
+
+    def take(self, indices):
+        if indices[0] >= 1:
+            assert self.closed.wait(60)
+            raise RuntimeError("closed")
+        return np.zeros((len(indices), 5), dtype=np.int32)
+
+    def close(self):
+        self.closed.set()
+
+    def load_state_dict(self, state):
+        self.closed.clear()
+
+
+def test_closing_ends_the_waiting_for_rows():
+    rows = Waiting()
+    loader = Loader(rows, 1)
+    next(loader)
+    begin = time.monotonic()
+    loader.close()
+    assert time.monotonic() - begin < 2
+    assert not rows.closed.is_set()  # open again
+    assert loader.state_dict() == {"rows": 1}
+
+
 @pytest.mark.parametrize(("rows", "size"), [(10, 4), (0, 1), (2, 4)])
 def test_rows_that_do_not_divide_are_an_error(rows, size):
     with pytest.raises(ValueError, match=f"a batch of {rows} rows cannot be dealt out to {size} ranks|{rows} rows"):

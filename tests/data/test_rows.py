@@ -1,11 +1,13 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muown_train.data.rows import TokenRows
+from muown_train.data.permutation import permute
+from muown_train.data.rows import BLOCK, TokenRows
 
 
+@settings(deadline=None)
 @given(st.integers(2, 400), st.integers(1, 30), st.integers(0, 5), st.integers(0, 3))
 def test_an_epoch_has_each_token_as_a_target_once(count, seq_len, seed, epoch):
     if count <= seq_len:
@@ -48,3 +50,33 @@ def test_fewer_tokens_than_a_row_is_an_error():
 def test_ids_above_65536_are_kept():
     tokens = np.array([70000, 151645, 3], dtype=np.uint32)
     assert TokenRows(tokens, 2, 0).take([0]).tolist() == [[70000, 151645, 3]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 60), st.integers(0, 3), st.randoms())
+def test_rows_across_parts_are_those_of_the_concatenation(sizes, seq_len, seed, random):
+    ids = np.arange(sum(sizes), dtype=np.uint16)
+    parts = np.split(ids, np.cumsum(sizes)[:-1])
+    if len(ids) <= seq_len:
+        with pytest.raises(ValueError, match=f"have {len(ids)} tokens"):
+            TokenRows(parts, seq_len, seed)
+        return
+    indices = [random.randrange(3 * len(ids) // seq_len) for _ in range(20)]
+    rows = TokenRows(parts, seq_len, seed)
+    taken = rows.take(indices)
+    np.testing.assert_array_equal(taken, TokenRows(ids, seq_len, seed).take(indices))
+    np.testing.assert_array_equal(taken[:, 0], rows.numbers(indices) * seq_len)
+    assert (np.diff(taken, axis=1) == 1).all()
+
+
+@pytest.mark.parametrize("count", [3, BLOCK - 1, BLOCK, 5 * BLOCK // 2])
+def test_each_epoch_is_a_permutation_of_its_own(count):
+    rows = TokenRows(np.zeros(count + 1, dtype=np.uint16), 1, seed=0)
+    epochs = [rows.numbers(range(epoch * count, (epoch + 1) * count)).tolist() for epoch in range(4)]
+    assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
+    for k, epoch in enumerate(epochs):
+        assert epoch == permute(np.arange(count), count, (0, k)).tolist()
+
+
+def test_no_rows_are_no_error():
+    assert TokenRows(np.zeros(17, dtype=np.uint16), 16, 0).take([]).shape == (0, 17)

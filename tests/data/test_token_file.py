@@ -43,8 +43,8 @@ def test_huge_sparse_file_opens_at_once(tmp_path):
     ("damage", "message"),
     [
         (lambda raw: raw[:100], "truncated"),
-        (lambda raw: raw[:-3], "should hold 5 tokens but has 3.5"),
-        (lambda raw: raw + b"x", "should hold 5 tokens"),
+        (lambda raw: raw[:-3], "is truncated: it should hold 5 tokens but has 3.5"),
+        (lambda raw: raw + b"x", "is damaged: it should hold 5 tokens"),
         (lambda raw: b"junk" + raw[4:], "not a token file"),
         (lambda raw: raw[:4] + b"\x09" + raw[5:], "version 9; version 1 is read"),
     ],

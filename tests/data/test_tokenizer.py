@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,7 +14,6 @@ from muown_train.data.tokenizer import (
 )
 from tests.data.helpers import ByteTokenizer, word_tokenizer_json
 
-SHARED = Path(__file__).parents[3] / "shared" / "tokenizers"
 TEXTS = ["the cat sat on the mat\n" * 40, "def f(x):\n    return x + 1\n" * 30, "naïve café — 東京"]
 
 
@@ -29,6 +26,10 @@ def test_bpe_learns_words_and_is_deterministic(bpe):
     assert train_bpe(lambda: iter(TEXTS)) == train_bpe(lambda: iter(TEXTS))
     assert bpe.end_of_text == 0 and 257 <= bpe.size <= 4096
     assert len(bpe.encode_batch([TEXTS[0]])[0]) < len(TEXTS[0]) / 3
+
+
+def ids_of(tokenizer, texts):
+    return [ids.tolist() for ids in tokenizer.encode_batch(texts)]
 
 
 @settings(deadline=None)
@@ -56,26 +57,12 @@ def test_text_that_spells_a_control_token_is_text(special):
     assert tokenizer.decode([256]) == "<|endoftext|>"
 
 
-@pytest.mark.parametrize("name", ["gpt_neox_20b_tokenizer.json", "qwen2_tokenizer.json"])
-def test_published_tokenizers(name):
-    if not SHARED.is_dir():
-        pytest.skip("needs the published tokenizers")
-    from tokenizers import Tokenizer
-
-    ours, reference = load_tokenizer(str(SHARED / name)), Tokenizer.from_file(str(SHARED / name))
-    assert ours.end_of_text == reference.token_to_id("<|endoftext|>") and ours.size == reference.get_vocab_size()
-    texts = [*TEXTS, "a  b    c", "x <|endoftext|><|im_start|> y"]
-    encoded = ours.encode_batch(texts)
-    assert encoded[:-1] == [reference.encode(text, add_special_tokens=False).ids for text in texts[:-1]]
-    assert ours.end_of_text not in encoded[-1] and ours.decode(encoded[-1]) == texts[-1]
-
-
 def test_long_texts_are_encoded_in_pieces_with_the_same_ids(bpe, monkeypatch):
     text = "".join(f"line {k} of it{chr(10) * (1 + k % 3)}{' ' * (k % 5)}" for k in range(500)) + "end"
-    whole = bpe.encode_batch([text, "short"])
+    whole = ids_of(bpe, [text, "short"])
     monkeypatch.setattr(module, "PIECE", 100)
     assert len(list(module._pieces(text))) > 20
-    assert bpe.encode_batch([text, "short"]) == whole
+    assert ids_of(bpe, [text, "short"]) == whole
     assert list(module._pieces("y" * 1000)) == ["y" * 1000]
 
 
@@ -110,6 +97,14 @@ def test_vocabulary_too_small():
         "tokenizer neox has 50277 entries but model.vocab_size is 4096: set model.vocab_size to at least 50277"
     )
     check_vocabulary("neox", 50277, 50277)
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(max_size=50), max_size=20))
+def test_documents_of_a_real_tokenizer_end_with_end_of_text(bpe, texts):
+    encoded = list(encode_documents(iter(texts), bpe))
+    assert [ids.tolist() for ids in encoded] == [[*ids, bpe.end_of_text] for ids in ids_of(bpe, texts)]
+    assert all(ids.dtype == np.uint16 for ids in encoded)
 
 
 @given(st.lists(st.text(max_size=50), max_size=20))

@@ -1,0 +1,319 @@
+"""Documents -> token shards on disk (scripts/prepare_data.py), in a folder that shards.py reads.
+
+The first documents of the source, whole ones, are held out; training begins with the next. Each shard is written
+beside its place, synced and renamed, and then `progress.json` says where in the source the next one begins. So
+what is interrupted at any moment begins again with the shard that was not complete, and ends with the same bytes.
+Beside each shard `NAME.documents.npy` (uint64) says where in it documents begin; one that is cut begins in the
+first of its shards alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from muown_train.data.cache import fingerprint
+from muown_train.data.document_source import OPENERS, Cursor, Reader, Source
+from muown_train.data.prepare_report import Report
+from muown_train.data.shards import COUNTS, FORMAT, INDEX, PROGRESS, TOKENIZER
+from muown_train.data.token_file import TokenWriter
+from muown_train.data.tokenizer import HubTokenizer, load_tokenizer, token_dtype
+from muown_train.files import sync
+
+FLUSH = 1 << 20  # ids written and counted together
+NO_MATTER = {"streams", "shuffle", "retries"}  # settings of streaming that change no document
+
+
+def prepare(
+    folder: Path,
+    data: str,
+    settings: Mapping[str, Any],
+    tokens: int | None = None,
+    valid_tokens: int = 4_000_000,
+    shard_tokens: int = 100_000_000,
+    report: Report | None = None,
+) -> None:
+    """Write `tokens` tokens to train on (None: all there are) and the held-out ones to `folder`, or go on with it.
+
+    `data` and `settings` are the name of a function that data configurations have as target, `files` or
+    `hub_stream`, and its arguments. Held out are whole documents of at least valid_tokens + 1 tokens. Raises
+    ValueError for settings that cannot be, are not those that the folder was begun with, or whose data changed;
+    OSError where the disk is full.
+    """
+    from filelock import FileLock, Timeout
+
+    report = report or Report()
+    _check(data, settings, tokens, valid_tokens, shard_tokens)
+    chosen = {f"data.{key}": value for key, value in settings.items() if key not in NO_MATTER}
+    limits = {"tokens": tokens, "valid_tokens": valid_tokens, "shard_tokens": shard_tokens}
+    arguments = json.loads(json.dumps({"kind of data": data, **chosen, **limits}))
+    with _full_disk_explained(folder), report:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(folder / ".lock", timeout=0):
+                _prepare(folder, arguments, data, settings, report)
+        except Timeout as error:
+            raise ValueError(f"another process is preparing {folder}: wait for it or give another out=") from error
+
+
+def _check(data: str, settings: Mapping[str, Any], tokens: int | None, valid_tokens: int, shard_tokens: int) -> None:
+    if data not in OPENERS:
+        raise ValueError(f"data with the target {data} cannot be prepared; {', '.join(OPENERS)} can")
+    for key, value in (("tokens", tokens), ("valid_tokens", valid_tokens), ("shard_tokens", shard_tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"{key}={value} must be 1 or more")
+    if not settings.get("tokenizer"):
+        raise ValueError("data.tokenizer is not set: give the path of a tokenizer.json or a hub name")
+
+
+def _prepare(folder: Path, arguments: dict[str, Any], data: str, settings: Mapping[str, Any], report: Report) -> None:
+    index, state = _read(folder / INDEX), _read(folder / PROGRESS)
+    known = index or state
+    if known is not None:
+        _refuse_other(folder, known["arguments"], arguments)
+    elif found := sorted(path.name for path in folder.glob("*.bin")):
+        raise ValueError(f"{folder} holds {found[0]} of other data: give an empty folder as out=")
+    if index is not None:
+        _clean(folder)
+        report.say(f"{folder} is finished: {_summary(index)}")
+        return
+
+    tokenizer = load_tokenizer(str(settings["tokenizer"]))
+    source = OPENERS[data](settings, state["source"] if state else None, report.say)
+    with closing(source):
+        if state is None:
+            state = _begin(folder, arguments, str(settings["tokenizer"]), tokenizer, source)
+        _refuse_changed(folder, state, tokenizer, source)
+        _write(folder, state, tokenizer, source, report)
+    report.say(f"{folder} is finished: {_summary(_read(folder / INDEX) or {})}")
+
+
+def _begin(
+    folder: Path, arguments: dict[str, Any], name: str, tokenizer: HubTokenizer, source: Source
+) -> dict[str, Any]:
+    raw = tokenizer_json(name)
+    if hashlib.blake2b(raw, digest_size=16).hexdigest() == tokenizer.fingerprint:
+        _save(folder / TOKENIZER, raw)
+    state = {
+        "format": FORMAT,
+        "arguments": arguments,
+        "source": source.facts,
+        "tokenizer": {
+            "name": tokenizer.name,
+            "fingerprint": tokenizer.fingerprint,
+            "size": tokenizer.size,
+            "end_of_text": tokenizer.end_of_text,
+        },
+        "dtype": token_dtype(tokenizer.size).name,
+        "shards": [],
+        "cursor": asdict(Cursor()),
+    }
+    _save_json(folder / PROGRESS, state)
+    return state
+
+
+def _write(folder: Path, state: dict[str, Any], tokenizer: HubTokenizer, source: Source, report: Report) -> None:
+    """Shard after shard from where the state says, and the index at the end."""
+    arguments, shards = state["arguments"], state["shards"]
+    counts = np.load(folder / _counts_name(len(shards))) if len(shards) > 1 else np.zeros(tokenizer.size, np.int64)
+    wanted = arguments["tokens"]
+    report.start(sum(shard["tokens"] for shard in shards), wanted and wanted + arguments["valid_tokens"])
+    with closing(Reader(source, Cursor(**state["cursor"]), tokenizer)) as reader:
+        while True:
+            number = len(shards)
+            if number == 0:
+                shard = _Shard(folder, "valid", number, tokenizer)
+                shard.fill(reader, arguments["valid_tokens"] + 1, True, report)
+            else:
+                written = sum(shard["tokens"] for shard in shards[1:])
+                room = arguments["shard_tokens"]
+                if wanted is not None:
+                    room = min(room, wanted - written)
+                shard = _Shard(folder, "train", number, tokenizer)
+                if room == 0 or not shard.fill(reader, room, False, report):
+                    break
+                counts = counts + shard.counts
+                _save_array(folder / _counts_name(number + 1), counts)
+            shards.append(shard.finish())
+            state["cursor"] = asdict(reader.cursor)
+            _save_json(folder / PROGRESS, state)
+            (folder / _counts_name(number)).unlink(missing_ok=True)
+    if len(shards) < 2:
+        raise ValueError(
+            f"the data have only {shards[0]['tokens']} tokens, and all are held out with "
+            f"valid_tokens={arguments['valid_tokens']}: lower it, with another out="
+        )
+    _save_array(folder / COUNTS, counts)
+    parts = {split: [shard for shard in shards if shard["split"] == split] for split in ("train", "valid")}
+    totals = {split: _total(part) for split, part in parts.items()}
+    _save_json(folder / INDEX, {key: value for key, value in state.items() if key != "cursor"} | totals)
+    _clean(folder)
+
+
+class _Shard:
+    """One shard being written."""
+
+    def __init__(self, folder: Path, split: str, number: int, tokenizer: HubTokenizer) -> None:
+        self.counts = np.zeros(tokenizer.size, dtype=np.int64)
+        self._split = split
+        self._path = folder / f"{split}_{number:06d}.bin"
+        self._partial = folder / f"{self._path.name}.partial"
+        self._dtype = token_dtype(tokenizer.size)
+        self._text = hashlib.blake2b(digest_size=16)
+        self._starts: list[int] = []
+        self._tokens = 0
+
+    def fill(self, reader: Reader, room: int, whole: bool, report: Report) -> int:
+        """Write `room` tokens, or as many as there are; with `whole`, the document that reaches it is not cut."""
+        waiting: list[np.ndarray] = []
+        with TokenWriter(self._partial, self._dtype) as writer:
+            while self._tokens < room and (piece := reader.take(None if whole else room - self._tokens)) is not None:
+                if piece.begins is not None:
+                    raw = piece.begins.encode()
+                    self._text.update(len(raw).to_bytes(8, "little") + raw)
+                    self._starts.append(self._tokens)
+                waiting.append(piece.ids)
+                self._tokens += len(piece.ids)
+                if self._tokens - writer.count >= FLUSH:
+                    self._flush(writer, waiting)
+                report.add(len(piece.ids), reader.done)
+            self._flush(writer, waiting)
+        return self._tokens
+
+    def _flush(self, writer: TokenWriter, waiting: list[np.ndarray]) -> None:
+        if waiting:
+            ids = np.concatenate(waiting)
+            writer.write(ids)
+            self.counts += np.bincount(ids, minlength=len(self.counts))
+            waiting.clear()
+
+    def finish(self) -> dict[str, Any]:
+        """Put it in its place; its entry in the index."""
+        sync(self._partial)
+        _save_array(self._path.with_suffix(".documents.npy"), np.array(self._starts, dtype="<u8"))
+        os.replace(self._partial, self._path)
+        sync(self._path.parent)
+        return {
+            "file": self._path.name,
+            "split": self._split,
+            "tokens": self._tokens,
+            "documents": len(self._starts),
+            "text": self._text.hexdigest(),
+        }
+
+
+def tokenizer_json(name: str) -> bytes:
+    """The tokenizer.json that `load_tokenizer(name)` read, or made of the file of another kind."""
+    from huggingface_hub import hf_hub_download
+
+    from muown_train.data.byte_bpe import json_of_gpt2_ranks
+
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path = path / TOKENIZER
+    if not path.is_file():
+        path = Path(hf_hub_download(name, TOKENIZER))
+    raw = path.read_bytes()
+    return json_of_gpt2_ranks(name, raw) if path.suffix == ".tiktoken" else raw
+
+
+def _refuse_other(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    for key in [*before, *(key for key in now if key not in before)]:
+        old, new = before.get(key), now.get(key)
+        if old != new:
+            raise ValueError(
+                f"{folder} was begun with {key}={_shown(old)}, not with {key}={_shown(new)}: "
+                "give the same arguments or another out="
+            )
+
+
+def _refuse_changed(folder: Path, state: dict[str, Any], tokenizer: HubTokenizer, source: Source) -> None:
+    if tokenizer.fingerprint != state["tokenizer"]["fingerprint"]:
+        raise ValueError(
+            f"tokenizer {tokenizer.name} is not what it was when {folder} was begun (hash "
+            f"{state['tokenizer']['fingerprint'][:8]}, now {tokenizer.fingerprint[:8]}): give another out="
+        )
+    for key, old in state["source"].items():
+        if source.facts.get(key) != old:
+            raise ValueError(
+                f"the data are not what they were when {folder} was begun ({key} was {old}, is "
+                f"{source.facts.get(key)}): give another out="
+            )
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def _total(shards: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "tokens": sum(shard["tokens"] for shard in shards),
+        "documents": sum(shard["documents"] for shard in shards),
+        "text": fingerprint([shard["text"] for shard in shards]),
+    }
+
+
+def _summary(index: dict[str, Any]) -> str:
+    train, valid = index["train"]["tokens"], index["valid"]["tokens"]
+    count = len(index["shards"])
+    return f"{train:,} tokens to train on and {valid:,} held out, in {count} shards"
+
+
+def _counts_name(shards: int) -> str:
+    """Of ids in the train shards among the first so many shards: kept until the next is complete."""
+    return f"{COUNTS}.{shards:06d}.npy"
+
+
+def _clean(folder: Path) -> None:
+    """What only an unfinished folder needs."""
+    for path in [folder / PROGRESS, *folder.glob("*.partial"), *folder.glob(f"{COUNTS}.*.npy")]:
+        path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        value: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: give another out=") from error
+    return value
+
+
+def _save_json(path: Path, value: dict[str, Any]) -> None:
+    _save(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def _save_array(path: Path, value: np.ndarray) -> None:
+    raw = io.BytesIO()
+    np.save(raw, value)
+    _save(path, raw.getvalue())
+
+
+def _save(path: Path, raw: bytes) -> None:
+    """Whole or as before, and on the disk on return."""
+    beside = path.with_name(f"{path.name}.partial")
+    beside.write_bytes(raw)
+    sync(beside)
+    os.replace(beside, path)
+    sync(path.parent)
+
+
+@contextmanager
+def _full_disk_explained(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(f"the disk of {folder} is full: make room, and the same command goes on") from error

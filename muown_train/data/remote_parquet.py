@@ -1,0 +1,95 @@
+"""Parquet files on a web server: of the text column only the row groups asked for are fetched, by Range requests."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Any
+
+BATCH = 256  # documents decoded at once
+TIMEOUT = 30.0  # seconds without an answer
+
+
+class HTTPError(ConnectionError):
+    """An answer that is not what was asked for."""
+
+    def __init__(self, response: Any) -> None:
+        known = {status.value: status.phrase for status in HTTPStatus}
+        super().__init__(f"HTTP {response.status_code} {known.get(response.status_code, '')}".strip())
+        self.response = response
+
+
+class RangeFile(io.RawIOBase):
+    """A file of a server that answers Range requests: a read is one request, nothing is kept.
+
+    Raises HTTPError for answers without the bytes, ConnectionError where there are fewer than promised, and
+    what the HTTP library of huggingface_hub raises.
+    """
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._url = url
+        self._place = 0
+        response = self._get(0, 4)
+        self._size = int(response.headers["Content-Range"].rpartition("/")[2])
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
+        return self._place
+
+    def read(self, size: int = -1) -> bytes:
+        end = self._size if size < 0 else min(self._size, self._place + size)
+        if end <= self._place:
+            return b""
+        content: bytes = self._get(self._place, end).content
+        if len(content) != end - self._place:
+            raise ConnectionError(f"{len(content)} bytes came of {end - self._place}")
+        self._place = end
+        return content
+
+    def _get(self, begin: int, end: int) -> Any:
+        from huggingface_hub import get_session
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        headers = {**build_hf_headers(), "Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+        response = get_session().get(self._url, headers=headers, timeout=TIMEOUT)
+        if response.status_code != HTTPStatus.PARTIAL_CONTENT:
+            raise HTTPError(response)
+        return response
+
+
+def row_group_sizes(url: str) -> list[int]:
+    """Documents in each row group, from the footer."""
+    import pyarrow.parquet as pq
+
+    with RangeFile(url) as raw, pq.ParquetFile(raw) as file:
+        return [file.metadata.row_group(k).num_rows for k in range(file.num_row_groups)]
+
+
+def read_texts(url: str, column: str, begin: int, end: int | None, first: int) -> Iterator[str | None]:
+    """Texts of the row groups from `begin` to before `end` (None: to the last), from document `first` of these on.
+
+    Row groups that end before it are not fetched, the others one at a time.
+    """
+    import pyarrow.parquet as pq
+
+    with RangeFile(url) as raw, pq.ParquetFile(raw, pre_buffer=False) as file:
+        stop = file.num_row_groups if end is None else end
+        while begin < stop and first >= (documents := file.metadata.row_group(begin).num_rows):
+            first -= documents
+            begin += 1
+        for group in range(begin, stop):  # each by itself: a batch across two would need both
+            for batch in file.iter_batches(BATCH, row_groups=[group], columns=[column], use_threads=False):
+                skipped = min(first, batch.num_rows)
+                first -= skipped
+                yield from batch.column(0).slice(skipped).to_pylist()

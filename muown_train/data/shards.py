@@ -1,0 +1,217 @@
+"""Prepared token shards as TrainingData: those that prepare.py writes, and those of modded-nanogpt as they are.
+
+A folder holds `.bin` files (token_file.py) to train on and held out. prepare.py adds `index.json`, the tokenizer
+and how often each id occurs in training. modded-nanogpt has no index: the files are told apart by their names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from muown_train.data.cache import fingerprint
+from muown_train.data.corpus import print_line
+from muown_train.data.rows import TokenRows
+from muown_train.data.sources import TrainingData, held_out_ids, tokenizer_facts
+from muown_train.data.token_file import HEADER_BYTES, read_tokens
+from muown_train.data.tokenizer import HubTokenizer, check_vocabulary, load_tokenizer, token_dtype
+from muown_train.data.unigram import unigram_loss
+
+FORMAT = 1  # of index.json
+INDEX, PROGRESS, TOKENIZER, COUNTS = "index.json", "progress.json", "tokenizer.json", "train_counts.npy"
+SAMPLE = 4096  # ids at the beginning of each shard that are compared with the tokenizer
+ENDS = 1 << 16  # bytes at both ends of a shard without an index that tell it from others
+
+
+def shards(
+    path: str | None = None,
+    tokenizer: str | None = None,
+    *,
+    seq_len: int,
+    seed: int,
+    valid_tokens: int,
+    cache: Path,
+    vocab_size: int,
+    progress: Callable[[str], None] = print_line,
+) -> TrainingData:
+    """The shards in the folder `path`, through memory maps; `cache` is not used.
+
+    Raises ValueError naming the shard that is missing, truncated, of another version or dtype, not in the index or
+    beyond the tokenizer; or the tokenizer that is not that of the shards or larger than `vocab_size`.
+    """
+    if not path:
+        raise ValueError("data.path is not set: give the folder that scripts/prepare_data.py wrote to")
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"data.path={path}: there is no such folder")
+    index = _read_index(folder)
+    names = _names(folder, index)
+    encoder = _tokenizer(folder, index, tokenizer)
+    check_vocabulary(encoder.name, encoder.size, vocab_size)
+    train = _open(folder, names["train"], index, encoder, scattered=True)
+    held = _open(folder, names["valid"], index, encoder)
+
+    valid = held_out_ids(_beginning(held, valid_tokens + 1), valid_tokens)
+    if len(valid) <= valid_tokens:
+        progress(f"{folder}: {len(valid) - 1} tokens are held out, fewer than valid_tokens={valid_tokens}")
+    facts = {
+        "data": "shards",
+        "content": _content(folder, names, index),
+        **tokenizer_facts(encoder),
+        "shards": len(names["train"]),
+        "tokens": sum(map(len, train)),
+        "held_out_tokens": len(valid) - 1,
+    }
+    loss = None
+    if index is not None:
+        facts["source"] = index["source"]
+        facts["documents"] = index["train"]["documents"]
+        loss = unigram_loss(_counts(folder, encoder.size), valid[1:])
+    return TrainingData(TokenRows(train, seq_len, seed), valid, encoder, facts, loss)
+
+
+def _read_index(folder: Path) -> dict[str, Any] | None:
+    """The index; None where there is none."""
+    path = folder / INDEX
+    if not path.exists():
+        if (folder / PROGRESS).exists():
+            raise ValueError(f"{folder} is not finished: run the prepare_data command that began it again")
+        return None
+    try:
+        index: dict[str, Any] = json.loads(path.read_text())
+        version = index["format"]
+        if version == FORMAT:
+            _ = [index["tokenizer"]["fingerprint"], index["source"], index["train"]["text"], index["valid"]["text"]]
+            _ = [(shard["file"], shard["split"], shard["tokens"]) for shard in index["shards"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: copy it again, or prepare the shards again") from error
+    if version != FORMAT:
+        raise ValueError(f"{path} is of format {version}; format {FORMAT} is read")
+    return index
+
+
+def _names(folder: Path, index: dict[str, Any] | None) -> dict[str, list[str]]:
+    """Names of the shards to train on and held out, in order."""
+    there = sorted(path.name for path in folder.glob("*.bin"))
+    if index is not None:
+        listed = [shard["file"] for shard in index["shards"]]
+        for name in there:
+            if name not in listed:
+                raise ValueError(f"{folder / name} is missing from {folder / INDEX}: it belongs to other data")
+        for name in listed:
+            if name not in there:
+                raise ValueError(f"{folder / name} does not exist, but {INDEX} lists it")
+        return {
+            split: [shard["file"] for shard in index["shards"] if shard["split"] == split]
+            for split in ("train", "valid")
+        }
+    names = {"train": [name for name in there if "train" in name], "valid": [name for name in there if "val" in name]}
+    for split, found in names.items():
+        if not found:
+            pattern = {"train": "*train*.bin", "valid": "*val*.bin"}[split]
+            raise ValueError(f"data.path={folder} has neither an {INDEX} nor files {pattern}")
+    both = sorted(set(names["train"]) & set(names["valid"]))
+    if both:
+        raise ValueError(f"{folder / both[0]} may be to train on or held out: its name has both train and val")
+    return names
+
+
+def _tokenizer(folder: Path, index: dict[str, Any] | None, given: str | None) -> HubTokenizer:
+    if index is None:
+        if not given:
+            raise ValueError(f"{folder} does not say which tokenizer made it: give data.tokenizer, such as gpt2")
+        return load_tokenizer(str(given))
+    recorded = index["tokenizer"]
+    if given:
+        encoder = load_tokenizer(str(given))
+    else:
+        try:
+            raw = (folder / TOKENIZER).read_bytes()
+        except OSError as error:
+            raise ValueError(f"{folder / TOKENIZER} cannot be read ({error.strerror}): give data.tokenizer") from error
+        encoder = HubTokenizer(recorded["name"], raw)
+    if encoder.fingerprint != recorded["fingerprint"]:
+        what = f"data.tokenizer={given}" if given else f"{folder / TOKENIZER}"
+        raise ValueError(
+            f"the shards in {folder} were made by tokenizer {recorded['name']} of {recorded['size']} entries (hash "
+            f"{recorded['fingerprint'][:8]}), not by {what} of {encoder.size} entries (hash {encoder.fingerprint[:8]})"
+        )
+    return encoder
+
+
+def _open(
+    folder: Path,
+    names: Sequence[str],
+    index: dict[str, Any] | None,
+    encoder: HubTokenizer,
+    scattered: bool = False,
+) -> list[np.ndarray]:
+    """Memory maps of the shards, checked against index and tokenizer as far as that costs no reading."""
+    counts = {shard["file"]: shard["tokens"] for shard in index["shards"]} if index else {}
+    expected = token_dtype(encoder.size)
+    maps: list[np.ndarray] = []
+    for name in names:
+        path = folder / name
+        tokens = read_tokens(path, scattered)
+        if tokens.dtype != expected:
+            raise ValueError(
+                f"{path} holds {tokens.dtype}, but tokenizer {encoder.name} of {encoder.size} entries takes {expected}"
+            )
+        if index is not None and len(tokens) != counts[name]:
+            raise ValueError(f"{path} has {len(tokens)} tokens, but {INDEX} says {counts[name]}")
+        largest = int(tokens[:SAMPLE].max(initial=0))
+        if largest >= encoder.size:
+            raise ValueError(
+                f"{path} holds id {largest}, but tokenizer {encoder.name} has only {encoder.size} entries: "
+                "it was made by another one"
+            )
+        maps.append(tokens)
+    return maps
+
+
+def _beginning(parts: Sequence[np.ndarray], count: int) -> np.ndarray:
+    """The first `count` ids of the concatenation, a view where they lie in one part."""
+    taken: list[np.ndarray] = []
+    for part in parts:
+        taken.append(part[:count])
+        count -= len(taken[-1])
+        if count <= 0:
+            break
+    return taken[0] if len(taken) == 1 else np.concatenate(taken)
+
+
+def _counts(folder: Path, size: int) -> np.ndarray:
+    """How often each id occurs in training, int64."""
+    path = folder / COUNTS
+    try:
+        counts: np.ndarray = np.load(path)
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read ({error})") from error
+    if counts.shape != (size,):
+        raise ValueError(f"{path} counts {counts.size} ids, but the tokenizer has {size}")
+    return counts
+
+
+def _content(folder: Path, names: dict[str, list[str]], index: dict[str, Any] | None) -> str:
+    """What tells these tokens from others; without an index from the ends of each file, for all would take minutes."""
+    if index is not None:
+        parts = [[index[split]["text"], index[split]["tokens"]] for split in ("train", "valid")]
+        return fingerprint("shards", index["tokenizer"]["fingerprint"], parts)
+    return fingerprint(
+        "shards", [[name, _ends(folder / name)] for split in ("train", "valid") for name in names[split]]
+    )
+
+
+def _ends(path: Path) -> str:
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        digest = hashlib.blake2b(file.read(HEADER_BYTES + ENDS), digest_size=8)
+        file.seek(max(0, size - ENDS))
+        digest.update(file.read(ENDS))
+    return f"{size}-{digest.hexdigest()}"

@@ -1,0 +1,162 @@
+"""Speed of the data, as a Markdown table: `python scripts/benchmark_data.py --tokenizer FILE_OR_NAME --files GLOB`.
+
+Tokenizing and reading prepared rows use one thread and are counted per second of processor time, so that other
+programs do not count; streaming is counted per second of the clock. In every round each contender of a section has its
+turn, in an order that rotates. Printed are medians, and medians of each round's ratio to the section's first contender.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import cycle, islice
+from pathlib import Path
+
+import numpy as np
+
+from muown_train.data.documents import expand, read_documents
+from muown_train.data.rows import RowSource, TokenRows
+from muown_train.data.streaming import StreamRows
+from muown_train.data.token_file import TokenWriter, read_tokens
+from muown_train.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
+from muown_train.data.workers import AHEAD, with_workers
+
+SEQ_LEN = 1024
+ROWS = 64  # in a batch
+STREAMS = 16
+CHARACTERS = 20_000_000  # of the texts that are used
+ROUNDS = 7
+
+READ_AHEAD = (AHEAD + 3) * STREAMS * SEQ_LEN  # tokens, by the workers together
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--tokenizer", required=True, help="tokenizer.json, gpt2.tiktoken or a hub name")
+    parser.add_argument("--files", required=True, nargs="+", help="globs of .txt, .jsonl, .parquet")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each contender in each of the rounds")
+    parser.add_argument("--tokens", type=int, default=100_000_000, help="in the file that prepared rows are read from")
+    arguments = parser.parse_args()
+    # of the libraries, which read them when they are first used
+    os.environ.update({"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"})
+    cores = os.sched_getaffinity(0)
+    try:
+        tokenizer = load_tokenizer(arguments.tokenizer)
+        texts = some_texts(expand(arguments.files, "--files"))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+    print(f"{len(cores)} cores; tokenizer {tokenizer.name}, by {tokenizer.backend}; rows of {SEQ_LEN} tokens\n")
+    print("| | tokens/s | ratio |\n|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        os.sched_setaffinity(0, {min(cores)})  # encoding takes as many threads as there are cores
+        compare(tokenizing(tokenizer, texts), arguments.seconds, time.process_time)
+        compare(reading(Path(folder), arguments.tokens), arguments.seconds, time.process_time)
+        os.sched_setaffinity(0, cores)
+        compare(streaming(Path(folder), texts, tokenizer), arguments.seconds, time.perf_counter, READ_AHEAD)
+
+
+def compare(contenders: dict[str, Iterator[int]], seconds: float, clock: Callable[[], float], untimed: int = 1) -> None:
+    """Prints a line for each contender, an endless iterator of numbers of tokens that it has just made.
+
+    In each turn `untimed` tokens come first: those that were read ahead while others had their turns.
+    """
+    speeds: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    for number in range(ROUNDS):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            left = untimed
+            while left > 0:
+                left -= next(contenders[name])
+            begin, tokens = clock(), 0
+            while (elapsed := clock() - begin) < seconds:
+                tokens += next(contenders[name])
+            speeds[name].append(tokens / elapsed)
+    first = speeds[names[0]]
+    for name, own in speeds.items():
+        ratio = statistics.median(a / b for a, b in zip(own, first, strict=True))
+        print(f"| {name} | {statistics.median(own) / 1e6:.2f}M | {ratio:.2f} |", flush=True)
+    for contender in contenders.values():
+        contender.close()  # type: ignore[attr-defined]
+
+
+def some_texts(paths: list[Path]) -> list[str]:
+    """From the beginning, so many as to make CHARACTERS."""
+    texts, characters = [], 0
+    for text in read_documents(paths, "text"):
+        texts.append(text)
+        characters += len(text)
+        if characters >= CHARACTERS:
+            break
+    return texts
+
+
+def tokenizing(tokenizer: Tokenizer, texts: list[str]) -> dict[str, Iterator[int]]:
+    """Library and package on the same documents."""
+
+    def library() -> Iterator[int]:
+        plain = tokenizer._library  # type: ignore[attr-defined]
+        documents = cycle(texts)
+        while True:
+            encoded = plain.encode_batch_fast(list(islice(documents, ROWS)), add_special_tokens=False)
+            yield sum(len(one.ids) + 1 for one in encoded)
+
+    def ours() -> Iterator[int]:
+        yield from map(len, encode_documents(cycle(texts), tokenizer))
+
+    return {"tokenizing, one core: the `tokenizers` library": library(), "tokenizing, one core: this package": ours()}
+
+
+def reading(folder: Path, tokens: int) -> dict[str, Iterator[int]]:
+    """Rows of a token file of random ids, alone and with what the loader adds: hashes and int64 tensors."""
+    from muown_train.data.loader import Loader  # torch, which worker processes do without: they import this file
+
+    path = folder / "random.bin"
+    generator = np.random.default_rng(0)
+    with TokenWriter(path, np.dtype("<u2")) as writer:
+        for begin in range(0, tokens, 1 << 20):
+            writer.write(generator.integers(0, 50_000, min(1 << 20, tokens - begin)).astype(np.uint16))
+
+    def rows() -> TokenRows:
+        return TokenRows(read_tokens(path), SEQ_LEN, seed=0)
+
+    def loaded() -> Iterator[int]:
+        for batch in Loader(rows(), ROWS, prefetch=0):
+            yield batch.tokens.numel() - ROWS
+
+    return {"prepared rows, one core": taken(rows()), "prepared rows, one core, through the loader": loaded()}
+
+
+def streaming(folder: Path, texts: list[str], tokenizer: Tokenizer) -> dict[str, Iterator[int]]:
+    """Rows of local documents, read and encoded while they are asked for."""
+    paths = [folder / f"{number}.jsonl" for number in range(STREAMS)]
+    for number, path in enumerate(paths):
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[number::STREAMS]))
+
+    def rows(count: int) -> Iterator[int]:
+        source = StreamRows(documents_of, [[path] for path in paths], tokenizer, SEQ_LEN, shuffle=128)
+        return taken(with_workers(source, count))
+
+    return {"streaming, 1 worker": rows(1), "streaming, no workers": rows(0), "streaming, 2 workers": rows(2)}
+
+
+def documents_of(path: Path, first: int) -> Iterator[str]:
+    return islice(read_documents([path], "text"), first, None)
+
+
+def taken(rows: RowSource) -> Iterator[int]:
+    """Batch after batch."""
+    begin = 0
+    while True:
+        rows.take(range(begin, begin + ROWS))
+        begin += ROWS
+        yield ROWS * SEQ_LEN
+
+
+if __name__ == "__main__":
+    main()
