@@ -244,13 +244,10 @@ def refuse_other_run(folder: Path, resolved: dict[str, Any]) -> None:
     for section in _WHAT_MAY_NOT_CHANGE if before is not None else ():
         old, new = (_get(settings, section) for settings in (before, resolved))
         if isinstance(old, dict) and isinstance(new, dict):
-            old, new = (
-                {key: tree[key] for key in tree if f"{section}.{key}" not in _MAY_CHANGE} for tree in (old, new)
-            )
+            keys = [key for key in {**old, **new} if f"{section}.{key}" not in _MAY_CHANGE]
+            key = next((key for key in keys if old.get(key) != new.get(key)), keys[0])
+            section, old, new = f"{section}.{key}", old.get(key), new.get(key)
         if old != new:
-            if isinstance(old, dict) and isinstance(new, dict):
-                key = next(key for key in (*old, *new) if old.get(key) != new.get(key))
-                section, old, new = f"{section}.{key}", old.get(key), new.get(key)
             raise ValueError(
                 f"{folder} holds a run with {section}={old}, this one has {section}={new}: "
                 "give it another name, or the old setting"
