@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+PARTIAL = ".partial"  # ends the names of files that are not complete
+
 
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
@@ -13,8 +15,10 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file beside its place and rename it: who reads meanwhile sees the old text or the new one."""
-    beside = path.with_name(f".{path.name}")
-    beside.write_text(text)
+def replace(path: Path, content: bytes) -> None:
+    """Write a file beside its place, sync and rename it: it is as before or whole, and on the disk on return."""
+    beside = path.with_name(path.name + PARTIAL)
+    beside.write_bytes(content)
+    sync(beside)
     os.replace(beside, path)
+    sync(path.parent)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from muown_train.distributed import World
-from muown_train.files import replace_text
+from muown_train.files import replace
 from muown_train.hardware import device_name
 from muown_train.optim import Combined
 from muown_train.optim.base import MatrixOptimizer
@@ -65,8 +65,8 @@ def write(folder: Path, config: str, facts: Mapping[str, Any]) -> None:
     Raises:
         OSError: the folder cannot be written.
     """
-    replace_text(folder / "config.yaml", config)
-    replace_text(folder / "manifest.json", json.dumps(facts, indent=1) + "\n")
+    replace(folder / "config.yaml", config.encode())
+    replace(folder / "manifest.json", (json.dumps(facts, indent=1) + "\n").encode())
 
 
 def show(facts: Mapping[str, Any], folder: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from muown_train.files import replace_text
+from muown_train.files import replace
 
 Line = dict[str, Any]
 
@@ -52,7 +52,7 @@ class Metrics:
             return
         with self.path.with_name("metrics.rolled_back.jsonl").open("a") as file:
             file.writelines(rolled_back)
-        replace_text(self.path, "".join(kept))
+        replace(self.path, "".join(kept).encode())
 
     def read(self) -> list[Line]:
         """All lines."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from muown_train.data.cache import prepared
 from muown_train.data.token_file import TokenWriter, read_tokens
 from muown_train.data.tokenizer import HubTokenizer, Tokenizer, encode_documents, token_dtype
 
+T = TypeVar("T")
 Labelled = Callable[[], Iterator[tuple[str, bool]]]  # pairs (text, held out), the same at every call
 
 
@@ -81,9 +83,9 @@ class Part:
         }
 
 
-def with_ids(documents: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[tuple[str, bool, np.ndarray]]:
-    """Triples (text, held out, ids with end-of-text), encoded in batches."""
-    waiting: list[tuple[str, bool]] = []
+def with_ids(documents: Iterable[tuple[str, T]], tokenizer: Tokenizer) -> Generator[tuple[str, T, np.ndarray]]:
+    """Triples (text, what goes with it, ids with end-of-text), encoded in batches."""
+    waiting: deque[tuple[str, T]] = deque()
 
     def texts() -> Iterator[str]:
         for pair in documents:
@@ -91,8 +93,7 @@ def with_ids(documents: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> Ite
             yield pair[0]
 
     for ids in encode_documents(texts(), tokenizer):
-        text, held = waiting.pop(0)
-        yield text, held, ids
+        yield *waiting.popleft(), ids
 
 
 def _write(

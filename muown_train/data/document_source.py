@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from muown_train.data.cache import files_fingerprint
-from muown_train.data.documents import expand, read_documents
+from muown_train.data.corpus import with_ids
+from muown_train.data.documents import expand, grouped, read_documents
 from muown_train.data.hub import Unit, open_hub
 from muown_train.data.read_ahead import ReadAhead, end
 from muown_train.data.retry import LIMIT, Retry
-from muown_train.data.tokenizer import Tokenizer, encode_documents
+from muown_train.data.tokenizer import Tokenizer
 
 FILES_AT_ONCE = 4  # read ahead, so that cores need not wait for a network
 DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 1 << 20  # that readers hand over together
@@ -51,7 +52,7 @@ class Reader:
         self.cursor = cursor
         self._files = source.files
         self._located = _located(source, cursor)
-        self._documents = _encoded(self._located, tokenizer)
+        self._documents = with_ids(self._located, tokenizer)
         self._text, self._ids = "", np.empty(0, dtype=np.uint16)
         self._skip = cursor.token
 
@@ -66,7 +67,7 @@ class Reader:
             following = next(self._documents, None)
             if following is None:
                 return None
-            file, document, self._text, self._ids = following
+            self._text, (file, document), self._ids = following
             if (file, document) != (self.cursor.file, self.cursor.document):
                 self._skip = 0
             self.cursor = Cursor(file, document, self._skip)
@@ -80,7 +81,7 @@ class Reader:
         self._located.close()
 
 
-Located = tuple[int, int, str]  # file, number of the document in it, text
+Located = tuple[str, tuple[int, int]]  # text; file, number of the document in it
 
 
 def _located(source: Source, cursor: Cursor) -> Any:
@@ -105,30 +106,9 @@ def _located(source: Source, cursor: Cursor) -> Any:
 
 def _batches(source: Source, file: int, first: int) -> Iterator[list[Located] | None]:
     """Lists of documents of a file, and None at its end."""
-    batch: list[Located] = []
-    characters = 0
-    for number, text in enumerate(source.documents(file, first), first):
-        batch.append((file, number, text))
-        characters += len(text)
-        if len(batch) == DOCUMENTS_AT_ONCE or characters >= CHARACTERS_AT_ONCE:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+    documents = ((text, (file, number)) for number, text in enumerate(source.documents(file, first), first))
+    yield from grouped(documents, DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE, lambda one: len(one[0]))
     yield None
-
-
-def _encoded(located: Iterator[Located], tokenizer: Tokenizer) -> Any:
-    """Generator of (file, number, text, ids with end-of-text)."""
-    waiting: deque[Located] = deque()
-
-    def texts() -> Iterator[str]:
-        for one in located:
-            waiting.append(one)
-            yield one[2]
-
-    for ids in encode_documents(texts(), tokenizer):
-        yield *waiting.popleft(), ids
 
 
 def _open_files(settings: Mapping[str, Any], before: dict[str, Any] | None, progress: Callable[[str], None]) -> Source:

@@ -13,9 +13,11 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
+
+T = TypeVar("T")
 
 PARQUET_BATCH = 256  # documents read at once
 
@@ -54,6 +56,20 @@ def read_documents(paths: Sequence[Path], text: str = "text") -> Iterator[str]:
             raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
         except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
             raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def grouped(items: Iterable[T], most: int, characters: int, length: Callable[[T], int]) -> Iterator[list[T]]:
+    """Items in lists of at most `most`, which end with the item that brings `length` together to `characters`."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        group.append(item)
+        total += length(item)
+        if len(group) == most or total >= characters:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
 
 
 def well_formed(text: str) -> str:

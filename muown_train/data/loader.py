@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import queue
-import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
+from muown_train.data.read_ahead import ReadAhead, end
 from muown_train.data.rows import RowSource
-
-PATIENCE = 10.0  # seconds that `close` waits for a read to end
 
 
 class Batch(NamedTuple):
@@ -54,18 +51,19 @@ class Loader:
         self._pin_memory = pin_memory
         self._prefetch = prefetch
         self._state: dict[str, Any] = {"rows": 0, **rows.state_dict()}
-        self._reader: _Inline | _Thread | None = None
+        self._batches: Iterator[Item] | None = None
 
     def __iter__(self) -> Loader:
         return self
 
     def __next__(self) -> Batch:
-        if self._reader is None:
-            items = _batches(self._rows, self._state["rows"], *self._deal, self._pin_memory)
-            self._reader = _Thread(items, self._prefetch) if self._prefetch else _Inline(items)
-            # a thread that still computes when the interpreter goes down can abort the process
-            weakref.finalize(self, self._reader.close)
-        batch, self._state = self._reader.get()
+        if self._batches is None:
+            self._batches = _batches(self._rows, self._state["rows"], *self._deal, self._pin_memory)
+            if self._prefetch:
+                self._batches = ReadAhead(self._batches, self._prefetch, "loader")
+                # a thread that still computes when the interpreter goes down can abort the process
+                weakref.finalize(self, end, [self._batches])
+        batch, self._state = next(self._batches)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,7 +73,7 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on after `state`, the union of the states of all ranks at a step, whatever their number was."""
         self.close()
-        if self._reader is not None:
+        if self._batches is not None:
             raise RuntimeError("the thread that reads the data hangs: a new loader is needed")
         self._rows.load_state_dict(state)
         self._state = dict(state)
@@ -85,14 +83,19 @@ class Loader:
 
         Rows that cannot be closed may leave a thread behind that hangs.
         """
-        if self._reader is None:
+        if self._batches is None:
             return
-        self._reader.stop()
+        thread = [self._batches] if isinstance(self._batches, ReadAhead) else []
+        for reader in thread:
+            reader.stop()
         if isinstance(self._rows, Closable):
             self._rows.close()
-        if self._reader.close():
-            self._reader = None
+        if end(thread):
+            self._batches = None
             self._rows.load_state_dict(self._state)
+
+
+Item = tuple[Batch, dict[str, Any]]
 
 
 def row_hash(ids: np.ndarray, place: int) -> int:
@@ -101,9 +104,7 @@ def row_hash(ids: np.ndarray, place: int) -> int:
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
 
 
-def _batches(
-    rows: RowSource, start: int, batch_rows: int, rank: int, size: int, pin_memory: bool
-) -> Iterator[tuple[Batch, dict[str, Any]]]:
+def _batches(rows: RowSource, start: int, batch_rows: int, rank: int, size: int, pin_memory: bool) -> Iterator[Item]:
     places = range(rank, batch_rows, size)
     while True:
         ids = rows.take([start + place for place in places])
@@ -113,66 +114,3 @@ def _batches(
             tokens = tokens.pin_memory()
         start += batch_rows
         yield Batch(tokens, total - 2**64 if total >= 2**63 else total), {"rows": start, **rows.state_dict()}
-
-
-Item = tuple[Batch, dict[str, Any]]
-
-
-class _Inline:
-    def __init__(self, items: Iterator[Item]) -> None:
-        self.get: Callable[[], Item] = items.__next__
-
-    def stop(self) -> None:
-        pass
-
-    def close(self) -> bool:
-        return True
-
-
-class _Thread:
-    """Holds no reference to the loader, whose end ends it."""
-
-    def __init__(self, items: Iterator[Item], ahead: int) -> None:
-        self._queue: queue.Queue[Item | BaseException] = queue.Queue(maxsize=ahead)
-        self._stop = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=_fill, args=(items, self._queue, self._stop), name="loader", daemon=True)
-        self._thread.start()
-
-    def get(self) -> Item:
-        if self._error is None:
-            item = self._queue.get()
-            if not isinstance(item, BaseException):
-                return item
-            self._error = item
-        raise self._error
-
-    def stop(self) -> None:
-        self._stop.set()
-
-    def close(self) -> bool:
-        """Whether the thread has ended."""
-        self._stop.set()
-        self._thread.join(PATIENCE)
-        if self._thread.is_alive():
-            self._error = RuntimeError("the loader was closed while its reading hung")
-        return not self._thread.is_alive()
-
-
-def _fill(items: Iterator[Item], out: queue.Queue[Item | BaseException], stop: threading.Event) -> None:
-    try:
-        for item in items:
-            if not _put(item, out, stop):
-                return
-    except BaseException as error:
-        _put(error, out, stop)
-
-
-def _put(item: Item | BaseException, out: queue.Queue[Item | BaseException], stop: threading.Event) -> bool:
-    while not stop.is_set():
-        try:
-            out.put(item, timeout=0.05)
-        except queue.Full:
-            continue
-        return True
-    return False

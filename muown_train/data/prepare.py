@@ -27,8 +27,8 @@ from muown_train.data.document_source import OPENERS, Cursor, Reader, Source
 from muown_train.data.prepare_report import Report
 from muown_train.data.shards import COUNTS, FORMAT, INDEX, PROGRESS, TOKENIZER
 from muown_train.data.token_file import TokenWriter
-from muown_train.data.tokenizer import HubTokenizer, load_tokenizer, token_dtype
-from muown_train.files import sync
+from muown_train.data.tokenizer import HubTokenizer, read_tokenizer, token_dtype
+from muown_train.files import PARTIAL, replace, sync
 
 FLUSH = 1 << 20  # ids written and counted together
 NO_MATTER = {"streams", "shuffle", "retries"}  # settings of streaming that change no document
@@ -88,22 +88,22 @@ def _prepare(folder: Path, arguments: dict[str, Any], data: str, settings: Mappi
         report.say(f"{folder} is finished: {_summary(index)}")
         return
 
-    tokenizer = load_tokenizer(str(settings["tokenizer"]))
+    name = str(settings["tokenizer"])
+    raw = read_tokenizer(name)
+    tokenizer = HubTokenizer(name, raw)
     source = OPENERS[data](settings, state["source"] if state else None, report.say)
     with closing(source):
         if state is None:
-            state = _begin(folder, arguments, str(settings["tokenizer"]), tokenizer, source)
+            state = _begin(folder, arguments, raw, tokenizer, source)
         _refuse_changed(folder, state, tokenizer, source)
         _write(folder, state, tokenizer, source, report)
     report.say(f"{folder} is finished: {_summary(_read(folder / INDEX) or {})}")
 
 
 def _begin(
-    folder: Path, arguments: dict[str, Any], name: str, tokenizer: HubTokenizer, source: Source
+    folder: Path, arguments: dict[str, Any], raw: bytes, tokenizer: HubTokenizer, source: Source
 ) -> dict[str, Any]:
-    raw = tokenizer_json(name)
-    if hashlib.blake2b(raw, digest_size=16).hexdigest() == tokenizer.fingerprint:
-        _save(folder / TOKENIZER, raw)
+    replace(folder / TOKENIZER, raw)
     state = {
         "format": FORMAT,
         "arguments": arguments,
@@ -167,7 +167,7 @@ class _Shard:
         self.counts = np.zeros(tokenizer.size, dtype=np.int64)
         self._split = split
         self._path = folder / f"{split}_{number:06d}.bin"
-        self._partial = folder / f"{self._path.name}.partial"
+        self._partial = folder / f"{self._path.name}{PARTIAL}"
         self._dtype = token_dtype(tokenizer.size)
         self._text = hashlib.blake2b(digest_size=16)
         self._starts: list[int] = []
@@ -210,21 +210,6 @@ class _Shard:
             "documents": len(self._starts),
             "text": self._text.hexdigest(),
         }
-
-
-def tokenizer_json(name: str) -> bytes:
-    """The tokenizer.json that `load_tokenizer(name)` read, or made of the file of another kind."""
-    from huggingface_hub import hf_hub_download
-
-    from muown_train.data.byte_bpe import json_of_gpt2_ranks
-
-    path = Path(name).expanduser()
-    if path.is_dir():
-        path = path / TOKENIZER
-    if not path.is_file():
-        path = Path(hf_hub_download(name, TOKENIZER))
-    raw = path.read_bytes()
-    return json_of_gpt2_ranks(name, raw) if path.suffix == ".tiktoken" else raw
 
 
 def _refuse_other(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -276,7 +261,7 @@ def _counts_name(shards: int) -> str:
 
 def _clean(folder: Path) -> None:
     """What only an unfinished folder needs."""
-    for path in [folder / PROGRESS, *folder.glob("*.partial"), *folder.glob(f"{COUNTS}.*.npy")]:
+    for path in [folder / PROGRESS, *folder.glob(f"*{PARTIAL}"), *folder.glob(f"{COUNTS}.*.npy")]:
         path.unlink(missing_ok=True)
 
 
@@ -291,22 +276,13 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _save_json(path: Path, value: dict[str, Any]) -> None:
-    _save(path, (json.dumps(value, indent=1) + "\n").encode())
+    replace(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
 def _save_array(path: Path, value: np.ndarray) -> None:
     raw = io.BytesIO()
     np.save(raw, value)
-    _save(path, raw.getvalue())
-
-
-def _save(path: Path, raw: bytes) -> None:
-    """Whole or as before, and on the disk on return."""
-    beside = path.with_name(f"{path.name}.partial")
-    beside.write_bytes(raw)
-    sync(beside)
-    os.replace(beside, path)
-    sync(path.parent)
+    replace(path, raw.getvalue())
 
 
 @contextmanager

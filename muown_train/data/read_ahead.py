@@ -19,12 +19,12 @@ class ReadAhead(Generic[T]):
     What the iterator raises, `__next__` raises, now and later; after `stop` it raises RuntimeError.
     """
 
-    def __init__(self, items: Iterator[T], depth: int) -> None:
+    def __init__(self, items: Iterator[T], depth: int, name: str = "stream") -> None:
         self._queue: queue.Queue[T | BaseException] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
         self._error: BaseException | None = None
         arguments = (items, self._queue, self._stop)
-        self._thread = threading.Thread(target=_fill, args=arguments, name="stream", daemon=True)
+        self._thread = threading.Thread(target=_fill, args=arguments, name=name, daemon=True)
         self._thread.start()
 
     def __iter__(self) -> ReadAhead[T]:
@@ -52,18 +52,23 @@ class ReadAhead(Generic[T]):
             except queue.Empty:
                 return
 
-    def join(self, timeout: float) -> None:
+    def join(self, timeout: float) -> bool:
+        """Whether the thread has ended."""
         self._thread.join(max(0.0, timeout))
+        return not self._thread.is_alive()
 
 
-def end(readers: Iterable[ReadAhead[T]]) -> None:
-    """Stops all, and waits a while for their threads: one that still reads at exit can abort the process."""
+def end(readers: Iterable[ReadAhead[T]]) -> bool:
+    """Stops all, and waits a while for their threads: one that still reads at exit can abort the process.
+
+    Returns whether all have ended.
+    """
     readers = list(readers)
     for reader in readers:
         reader.stop()
     deadline = time.monotonic() + PATIENCE
-    for reader in readers:
-        reader.join(deadline - time.monotonic())
+    ended = [reader.join(deadline - time.monotonic()) for reader in readers]
+    return all(ended)
 
 
 def _fill(items: Iterator[T], out: queue.Queue[T | BaseException], stop: threading.Event) -> None:

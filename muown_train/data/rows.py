@@ -27,6 +27,23 @@ class RowSource(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class Taken:
+    """Which of `streams` streams a run has come by since its state was loaded; row i is of stream i % streams."""
+
+    def __init__(self, streams: int) -> None:
+        self._streams = streams
+        self._first: int | None = None  # number of the first row
+        self._reached = 0  # one more than the largest
+
+    def add(self, index: int) -> None:
+        self._first = index if self._first is None else self._first
+        self._reached = max(self._reached, index + 1)
+
+    def passed(self, number: int) -> bool:
+        """Whether the run has come by this stream: if its cursor is not here, another rank has it."""
+        return self._first is not None and self._first + (number - self._first) % self._streams < self._reached
+
+
 class TokenRows:
     """Rows of prepared tokens, shuffled anew in each epoch; there is no state.
 

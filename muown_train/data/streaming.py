@@ -22,8 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from muown_train.data.documents import grouped
 from muown_train.data.permutation import permute
 from muown_train.data.read_ahead import ReadAhead, end
+from muown_train.data.rows import Taken
 from muown_train.data.tokenizer import Tokenizer, encode_documents
 
 AT_ONCE = 1 << 16  # characters encoded together: little, for all streams begin at the same time
@@ -82,8 +84,10 @@ def read_windows(documents: Documents, units: Sequence[Any], shuffle: Shuffle, s
     while barren < 2:
         barren += 1
         order = [units[k] for k in shuffle.units(epoch, len(units))]
-        for (unit, document), texts in _cut(_located(documents, order, *first), shuffle.window):
+        located = _located(documents, order, *first)
+        for own in grouped(located, shuffle.window, WINDOW_CHARACTERS, lambda one: len(one[1])):
             barren = 0
+            (unit, document), texts = own[0][0], [text for _, text in own]
             chosen = [texts[k] for k in shuffle.documents(epoch, number, len(texts))]
             yield Window(Cursor(epoch=epoch, window=number, unit=unit, document=document), chosen)
             number += 1
@@ -98,20 +102,6 @@ def _located(
         for number, text in enumerate(documents(units[k], first), first):
             yield (k, number), text
         first = 0
-
-
-def _cut(located: Iterator[tuple[tuple[int, int], str]], documents: int) -> Iterator[tuple[tuple[int, int], list[str]]]:
-    """Pairs (place of the first, texts) of at most so many documents and about WINDOW_CHARACTERS."""
-    start, texts, characters = (0, 0), list[str](), 0
-    for place, text in located:
-        start = start if texts else place
-        texts.append(text)
-        characters += len(text)
-        if len(texts) == documents or characters >= WINDOW_CHARACTERS:
-            yield start, texts
-            texts, characters = [], 0
-    if texts:
-        yield start, texts
 
 
 class Stream:
@@ -208,8 +198,7 @@ class StreamRows:
         self._streams: dict[int, Stream] = {}
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._closed = False
-        self._first: int | None = None  # number of the first row taken since the cursors were loaded
-        self._reached = 0  # one more than the largest
+        self._taken = Taken(len(units))
 
     def take(self, indices: Sequence[int]) -> np.ndarray:
         result = np.empty((len(indices), self.seq_len + 1), dtype=np.int32)
@@ -221,12 +210,11 @@ class StreamRows:
             while stream.cursor.position < position:
                 stream.next_row()
             result[k] = stream.next_row()
-            self._first = int(indices[k]) if self._first is None else self._first
-            self._reached = max(self._reached, int(indices[k]) + 1)
+            self._taken.add(int(indices[k]))
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        kept = {number: cursor for number, cursor in self._cursors.items() if not self._left_behind(number)}
+        kept = {number: cursor for number, cursor in self._cursors.items() if not self._taken.passed(number)}
         cursors = kept | {number: stream.cursor for number, stream in self._streams.items()}
         return {"streams": {str(number): asdict(cursor) for number, cursor in sorted(cursors.items())}}
 
@@ -251,7 +239,7 @@ class StreamRows:
         end(stream.reader for stream in self._streams.values())
         self._streams.clear()
         self._cursors = cursors
-        self._first, self._reached = None, 0
+        self._taken = Taken(len(self._units))
         self._closed = False
 
     def close(self) -> None:
@@ -262,12 +250,6 @@ class StreamRows:
             stream.reader.stop()
         if self._interrupt is not None:
             self._interrupt()
-
-    def _left_behind(self, number: int) -> bool:
-        """Whether the run has come by the stream since loading: if not here, another rank has its cursor."""
-        if self._first is None:
-            return False
-        return self._first + (number - self._first) % len(self._units) < self._reached
 
     def _at(self, number: int, position: int) -> Stream:
         """The stream, opened where need be, at the position or before it."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from muown_train.data import byte_bpe
-from muown_train.data.documents import well_formed
+from muown_train.data.documents import grouped, well_formed
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 PIECE = 2_000_000  # characters encoded in one go: the library takes about 100 bytes of memory for each
@@ -93,7 +93,7 @@ class HubTokenizer:
     def _by_tiktoken(self, texts: list[str]) -> list[np.ndarray]:
         if sum(map(len, texts)) < THREADS_FROM or threads() == 1:
             return [self._one(text) for text in texts]
-        parts = list(_batches(texts, THREAD_CHARACTERS))
+        parts = list(grouped(texts, BATCH_DOCUMENTS, THREAD_CHARACTERS, len))
         done = _pool(threads(), os.getpid()).map(lambda part: [self._one(text) for text in part], parts)
         return [ids for part in done for ids in part]
 
@@ -125,8 +125,13 @@ def _pool(size: int, process: int) -> ThreadPoolExecutor:
 
 
 def load_tokenizer(name: str) -> HubTokenizer:
-    """The tokenizer of a tokenizer.json, of a folder with one, of a gpt2.tiktoken, or of a hub name such as
-    EleutherAI/gpt-neox-20b.
+    """The tokenizer of `read_tokenizer(name)`, which says what can be named and what is raised."""
+    return HubTokenizer(name, read_tokenizer(name))
+
+
+def read_tokenizer(name: str) -> bytes:
+    """Content of a tokenizer.json, of that in a folder or of a hub name such as EleutherAI/gpt-neox-20b, or made of
+    a gpt2.tiktoken.
 
     Raises ValueError where there is no such file or name or it is none of these, ConnectionError where the hub
     cannot be reached.
@@ -134,13 +139,12 @@ def load_tokenizer(name: str) -> HubTokenizer:
     path = Path(name).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"
-    if path.is_file() and path.suffix == ".tiktoken":
-        return HubTokenizer(name, byte_bpe.json_of_gpt2_ranks(name, path.read_bytes()))
     if path.is_file():
-        return HubTokenizer(name, path.read_bytes())
+        raw = path.read_bytes()
+        return byte_bpe.json_of_gpt2_ranks(name, raw) if path.suffix == ".tiktoken" else raw
     if path.suffix in (".json", ".tiktoken") or name[:1] in "/.~" or name.count("/") > 1:
         raise ValueError(f"data.tokenizer={name}: there is no file {path}")
-    return HubTokenizer(name, Path(_download(name)).read_bytes())
+    return Path(_download(name)).read_bytes()
 
 
 def _download(name: str) -> str:
@@ -190,24 +194,11 @@ def encode_documents(
     About `at_once` characters are encoded together, on all cores where the tokenizer can.
     """
     dtype = token_dtype(tokenizer.size)
-    for batch in _batches(texts, at_once):
+    for batch in grouped(texts, BATCH_DOCUMENTS, at_once, len):
         for ids in tokenizer.encode_batch(batch):
             ended = np.empty(len(ids) + 1, dtype)
             ended[:-1], ended[-1] = ids, tokenizer.end_of_text
             yield ended
-
-
-def _batches(texts: Iterable[str], at_once: int) -> Iterator[list[str]]:
-    batch: list[str] = []
-    characters = 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if len(batch) == BATCH_DOCUMENTS or characters >= at_once:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

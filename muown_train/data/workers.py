@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from muown_train.data.read_ahead import ReadAhead
-from muown_train.data.rows import RowSource
+from muown_train.data.rows import RowSource, Taken
 from muown_train.data.tokenizer import threads
 
 BLOCK = 64  # rows sent together, at most
@@ -97,7 +97,7 @@ class Workers:
 
     def state_dict(self) -> dict[str, Any]:
         loaded = self._rows.state_dict()["streams"]
-        kept = {key: cursor for key, cursor in loaded.items() if not self._left_behind(int(key))}
+        kept = {key: cursor for key, cursor in loaded.items() if not self._past.passed(int(key))}
         cursors = kept | self._taken
         return {"streams": {key: dict(cursors[key]) for key in sorted(cursors, key=int)}}
 
@@ -119,9 +119,8 @@ class Workers:
 
     def _forget(self) -> None:
         self._taken: dict[str, dict[str, Any]] = {}  # cursors of streams after the rows taken
-        self._first: int | None = None  # index taken since the state was loaded
-        self._last: int | None = None
-        self._reached = 0  # one more than the largest
+        self._past = Taken(self.streams)
+        self._last: int | None = None  # index taken since the state was loaded
 
     def _start(self, place: Place) -> None:
         if self._team is not None:
@@ -142,13 +141,9 @@ class Workers:
                 raise RuntimeError("the data were closed while they were read") from None
             self._error = error if isinstance(error, Exception) else None
             raise
-        self._first = index if self._first is None else self._first
-        self._last, self._reached = index, max(self._reached, index + 1)
+        self._past.add(index)
+        self._last = index
         return row
-
-    def _left_behind(self, number: int) -> bool:
-        """Whether the run has come by a stream since loading: if it is not ours, another rank has its cursor."""
-        return self._first is not None and self._first + (number - self._first) % self.streams < self._reached
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from .eager import EagerOptimizer, Group, State
 from .orthogonalize import dtype_name, newton_schulz, svd
 from .polar_express import polar_express
 
+Kept = Sequence[Tensor]  # what `prepare` leaves for `apply` besides X
 Number = float | Tensor  # tensors of one element in compiled code, where a new number would be a new program
 
 # Of matrices orthogonalised together; bounds the extra memory of a step (a copy in float32 takes 4 bytes of each).
@@ -72,16 +73,7 @@ class MatrixOptimizer(EagerOptimizer):
         """
         raise NotImplementedError
 
-    def apply(
-        self,
-        W: Tensor,
-        O: Tensor,  # noqa: E741
-        kept: Sequence[Tensor],
-        state: State,
-        group: Group,
-        lr: Number,
-        step: Number,
-    ) -> None:
+    def apply(self, W: Tensor, O: Tensor, kept: Kept, state: State, group: Group, lr: Number, step: Number) -> None:  # noqa: E741
         """Move one matrix and its state, in place.
 
         O (m, n) has the dtype of X, `kept` is the rest of what `prepare` returned, lr the group's, and step the number

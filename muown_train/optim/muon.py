@@ -6,13 +6,11 @@ matrices, the dtype of the iteration, and that matrices of one shape are orthogo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import MatrixOptimizer, Number, adjust_lr, subtract
+from .base import Kept, MatrixOptimizer, Number, adjust_lr, subtract
 from .eager import Group, State
 from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
 
@@ -79,15 +77,6 @@ class Muon(MatrixOptimizer):
         M.lerp_(G, 1 - beta)
         return (G.lerp(M, beta) if group["nesterov"] else M,)
 
-    def apply(
-        self,
-        W: Tensor,
-        O: Tensor,  # noqa: E741
-        kept: Sequence[Tensor],
-        state: State,
-        group: Group,
-        lr: Number,
-        step: Number,
-    ) -> None:
+    def apply(self, W: Tensor, O: Tensor, kept: Kept, state: State, group: Group, lr: Number, step: Number) -> None:  # noqa: E741
         W.mul_(1 - lr * group["weight_decay"])
         subtract(W, O, lr * self.scale(group, *W.shape), out=W)

@@ -15,14 +15,13 @@ W, g keeps its sign, or R would flip against its momentum; a row is not decayed 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import MatrixOptimizer, Number, check_choice, check_number, check_numbers, subtract
+from .base import Kept, MatrixOptimizer, Number, check_choice, check_number, check_numbers, subtract
 from .eager import Group, State
 from .magnitude import MAGNITUDES
 from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
@@ -184,16 +183,7 @@ class Muown(MatrixOptimizer):
         M.mul_(beta).add_(grad_R)
         return grad_R.add_(M, alpha=beta) if group["nesterov"] else M, grad_g
 
-    def apply(
-        self,
-        W: Tensor,
-        O: Tensor,  # noqa: E741
-        kept: Sequence[Tensor],
-        state: State,
-        group: Group,
-        lr: Number,
-        step: Number,
-    ) -> None:
+    def apply(self, W: Tensor, O: Tensor, kept: Kept, state: State, group: Group, lr: Number, step: Number) -> None:  # noqa: E741
         rate, decay = lr * self.scale(group, *W.shape), group["weight_decay"]
         if not group["reparameterize"]:  # Muon
             W.mul_(1 - lr * decay)

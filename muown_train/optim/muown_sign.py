@@ -10,13 +10,11 @@ Algorithm "Muown (signSGD version)").
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import MatrixOptimizer, Number, check_number, subtract
+from .base import Kept, MatrixOptimizer, Number, check_number, subtract
 from .eager import Group, State
 from .muown import FLOOR, check_no_zero_rows, off_zero, start_from
 from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
@@ -99,16 +97,7 @@ class MuownSign(MatrixOptimizer):
         grad_g, grad_R = split_gradient(W, G, state["magnitude"], state["row_norm"])
         return state["momentum_buffer"].mul_(group["momentum"]).add_(grad_R), grad_g
 
-    def apply(
-        self,
-        W: Tensor,
-        O: Tensor,  # noqa: E741
-        kept: Sequence[Tensor],
-        state: State,
-        group: Group,
-        lr: Number,
-        step: Number,
-    ) -> None:
+    def apply(self, W: Tensor, O: Tensor, kept: Kept, state: State, group: Group, lr: Number, step: Number) -> None:  # noqa: E741
         (grad_g,), g, r, h = kept, state["magnitude"], state["row_norm"], state["magnitude_momentum"]
         R = subtract(direction(W, g, r), O, lr * self.scale(group, *W.shape))
         norms = row_norms(R)

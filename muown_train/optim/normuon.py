@@ -12,14 +12,13 @@ correction: it would cancel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import MatrixOptimizer, Number, check_number
+from .base import Kept, MatrixOptimizer, Number, check_number
 from .eager import Group, State
 from .muon import Muon
 from .muown import Muown
@@ -51,16 +50,7 @@ class _RowStatistics(MatrixOptimizer):
         dtype = W.dtype if W.dtype == torch.float64 else torch.float32
         return super().init_state(W, group) | {"row_second_moment": W.new_zeros(W.shape[0], dtype=dtype)}
 
-    def apply(
-        self,
-        W: Tensor,
-        O: Tensor,  # noqa: E741
-        kept: Sequence[Tensor],
-        state: State,
-        group: Group,
-        lr: Number,
-        step: Number,
-    ) -> None:
+    def apply(self, W: Tensor, O: Tensor, kept: Kept, state: State, group: Group, lr: Number, step: Number) -> None:  # noqa: E741
         super().apply(W, equalize_rows(O, state["row_second_moment"], group["beta2"]), kept, state, group, lr, step)
 
 
