@@ -6,33 +6,42 @@
     valid_tokens     held out first (4M)
     shard_tokens     in each shard (100M)
 
-Whatever interrupts it, the same command goes on and ends with the same bytes.
+Whatever interrupts it, the same command goes on and ends with the same bytes. Nothing is kept outside `out` but what
+the hub's own client keeps (HF_HOME).
 """
 
+import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
-
-from muown_train.__main__ import explained
-from muown_train.config import CONFIG_DIR, check_overrides, nearest, register_resolvers
-from muown_train.factory import factory, is_number
-
-FROM_RUN = ["seq_len", "seed", "valid_tokens", "cache", "vocab_size", "progress"]  # arguments of every data target
 DEFAULTS = {"out": None, "tokens": None, "valid_tokens": 4_000_000, "shard_tokens": 100_000_000}
+FROM_RUN = ["seq_len", "seed", "valid_tokens", "cache", "vocab_size", "progress"]  # arguments of every data target
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    """End here and now: Ctrl-C as an exception is lost, or shows a traceback, where a library is being imported."""
+    restored = "\r\x1b[2K\x1b[?25h" if sys.stderr.isatty() else ""  # the line of progress, the cursor that it hides
+    os.write(2, f"{restored}interrupted; the same command goes on after the last complete shard\n".encode())
+    os._exit(130)  # what is on the disk is as good as after any other end
 
 
 def settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Our own keys, checked, and the overrides that choose the data."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    from muown_train.config import check_overrides, nearest
+    from muown_train.data.whole import whole
+
     check_overrides(words)
-    own, data = dict(DEFAULTS), []
+    own: dict[str, Any] = dict(DEFAULTS)
+    data: list[str] = []
     for override in OverridesParser.create().parse_overrides(words):
         key = override.key_or_group
         if key.split(".")[0] == "data":
-            data.append(override.input_line)
+            data.append(str(override.input_line))
         elif key in DEFAULTS:
             own[key] = override.value()
         else:
@@ -42,12 +51,8 @@ def settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     if not any(word.startswith("data=") for word in data):
         raise ValueError("data is not set: give data=fineweb_edu, or data=files with data.train=GLOB")
     for key in ("tokens", "valid_tokens", "shard_tokens"):
-        value = own[key]
-        if value is None and key == "tokens":
-            continue
-        if not is_number(value) or value != int(value) or not 1 <= value < 2**63:
-            raise ValueError(f"{key}={value} must be a whole number, 1 or more")
-        own[key] = int(value)  # 5e9 is a float
+        if own[key] is not None or key != "tokens":
+            own[key] = whole(key, own[key], 1)
     return own, data
 
 
@@ -56,19 +61,24 @@ def main() -> None:
     if not words or words[0] in ("-h", "--help"):
         print(__doc__)
         return
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    from muown_train.__main__ import explained
+    from muown_train.config import CONFIG_DIR, register_resolvers
+    from muown_train.factory import factory
+
     with explained():
         own, data = settings(words)
         register_resolvers()
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             config = OmegaConf.to_container(compose("train", data).data, resolve=True)
         target = factory(config, "data", given=FROM_RUN)  # type: ignore[arg-type]
-        try:
-            from muown_train.data.prepare import prepare
+        from muown_train.data.prepare import prepare
 
-            prepare(Path(own.pop("out")).expanduser(), target.func.__name__, target.keywords, **own)
-        except KeyboardInterrupt:
-            sys.exit("interrupted; the same command goes on after the last complete shard")
+        prepare(Path(own.pop("out")).expanduser(), target.func.__name__, target.keywords, **own)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, stop)
     main()

@@ -84,13 +84,14 @@ class Part:
 
 
 def with_ids(documents: Iterable[tuple[str, T]], tokenizer: Tokenizer) -> Generator[tuple[str, T, np.ndarray]]:
-    """Triples (text, what goes with it, ids with end-of-text), encoded in batches."""
+    """Triples (text, what goes with it, ids with end-of-text), encoded in batches; no text is no document."""
     waiting: deque[tuple[str, T]] = deque()
 
     def texts() -> Iterator[str]:
-        for pair in documents:
-            waiting.append(pair)
-            yield pair[0]
+        for text, label in documents:
+            if text:
+                waiting.append((text, label))
+                yield text
 
     for ids in encode_documents(texts(), tokenizer):
         yield *waiting.popleft(), ids

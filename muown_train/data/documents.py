@@ -2,7 +2,7 @@
 
 A .txt file is one document; a .jsonl file (plain, .gz, .xz or .zst) has one JSON object per line and a
 .parquet file one row per document, with the text under a key or column. Where that text is null there is no
-document.
+document. An empty text is given as one; those who encode documents leave it out.
 """
 
 from __future__ import annotations

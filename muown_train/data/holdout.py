@@ -32,7 +32,7 @@ def label_by_content(documents: Callable[[], Iterator[str]]) -> Iterator[tuple[s
     for document in documents():
         head, tail = document[: max(left, 0)], document[max(left, 0) :]
         left -= len(document)
-        if head or not tail:
+        if head:
             yield head, False
         if tail:
             yield tail, True

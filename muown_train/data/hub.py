@@ -14,6 +14,7 @@ from muown_train.data.remote_parquet import BATCH, TIMEOUT, read_texts, row_grou
 from muown_train.data.retry import Retry, reason, transient
 
 FOOTERS_AT_ONCE = 8
+LEAST = {"streams": 1, "shuffle": 1, "retries": 0}  # of the settings that change no document
 T = TypeVar("T")
 
 
@@ -46,7 +47,7 @@ class HubFiles:
     _said: set[Any] = field(default_factory=set, compare=False)
 
     def documents(self, unit: Unit, first: int) -> Iterator[str]:
-        """Documents of a unit from number `first` on; where the text is null there is an empty one.
+        """Documents of a unit from number `first` on, numbered as rows of the file: a null text is an empty one.
 
         Failures that may pass are retried at the document where they came. Raises ConnectionError naming data
         set, file and cause after the limit, and at once for what will not pass.

@@ -12,13 +12,14 @@ import numpy as np
 from muown_train.data.cache import fingerprint, prepared
 from muown_train.data.corpus import Part, print_line, with_ids
 from muown_train.data.holdout import PARTS
-from muown_train.data.hub import HubFiles, Unit, open_hub
+from muown_train.data.hub import LEAST, HubFiles, Unit, open_hub
 from muown_train.data.permutation import permute
 from muown_train.data.retry import LIMIT, Retry
 from muown_train.data.sources import FORMAT, TrainingData, held_out_ids, tokenizer_facts
 from muown_train.data.streaming import StreamRows
 from muown_train.data.token_file import read_tokens
 from muown_train.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from muown_train.data.whole import whole
 
 HELD_OUT = 20_000  # documents, where files are split: 20M tokens or so of web text
 PIECES = 16  # a stream of row groups reads them in so many pieces, in an order of each epoch's own
@@ -52,9 +53,8 @@ def hub_stream(
     `valid_tokens` says how many of the held-out tokens are used and changes no row of training, but where
     there is a single file that cannot be split: training skips its first documents, as many as are used.
     """
-    _check_whole("streams", streams, 1)
-    _check_whole("shuffle", shuffle, 1)
-    _check_whole("retries", retries, 0)
+    given = {"streams": streams, "shuffle": shuffle, "retries": retries}
+    streams, shuffle, retries = (whole(f"data.{key}", value, LEAST[key]) for key, value in given.items())
     encoder = load_tokenizer(str(tokenizer))
     check_vocabulary(encoder.name, encoder.size, vocab_size)
     hub = open_hub(path, name, split, text, revision, Retry(retries), progress)
@@ -67,8 +67,10 @@ def hub_stream(
     valid = held_out_ids(read_tokens(folder / "valid.bin"), valid_tokens)
     if len(valid) <= valid_tokens:
         progress(f"data set {hub.label}: {len(valid) - 1} tokens are held out, fewer than valid_tokens={valid_tokens}")
+    if not stretches and len(valid) <= valid_tokens:
+        raise ValueError(f"data set {hub.label} is one part, and all is held out: lower valid_tokens={valid_tokens}")
     if not stretches:
-        stretches = [[Unit(0, skip=index["valid"]["documents"])]]
+        stretches = [[Unit(0, skip=index["read"])]]
 
     order = permute(np.arange(len(stretches)), len(stretches), (seed,)).tolist()
     count = min(streams, len(order))
@@ -87,11 +89,6 @@ def hub_stream(
         "held_out_tokens": max(0, len(valid) - 1),
     }
     return TrainingData(train, valid, encoder, facts, None)
-
-
-def _check_whole(key: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"data.{key} must be a whole number, {least} or more, not {value!r}")
 
 
 def _row_groups(
@@ -138,11 +135,11 @@ def _write_held_out(
     folder: Path, hub: HubFiles, units: Sequence[Unit], tokenizer: Tokenizer, valid_tokens: int
 ) -> dict[str, Any]:
     part = Part(folder / "valid.bin", tokenizer)
-    pairs = ((document, True) for unit in units for document in hub.documents(unit, 0))
-    left = valid_tokens + 1
-    for document, _, ids in with_ids(pairs, tokenizer):
+    pairs = ((document, number) for unit in units for number, document in enumerate(hub.documents(unit, 0), 1))
+    left, read = valid_tokens + 1, 0
+    for document, number, ids in with_ids(pairs, tokenizer):
         part.write(document, ids)
-        left -= len(ids)
+        left, read = left - len(ids), number
         if left <= 0:
             break
-    return {"valid": part.close()}
+    return {"valid": part.close(), "read": read}  # rows of the last unit that was read

@@ -3,6 +3,7 @@
 The first documents of the source, whole ones, are held out; training begins with the next. Each shard is written
 beside its place, synced and renamed, and then `progress.json` says where in the source the next one begins. So
 what is interrupted at any moment begins again with the shard that was not complete, and ends with the same bytes.
+Before there is a shard to train on, the folder is begun anew, and so takes other settings.
 Beside each shard `NAME.documents.npy` (uint64) says where in it documents begin; one that is cut begins in the
 first of its shards alone.
 """
@@ -24,14 +25,15 @@ import numpy as np
 
 from muown_train.data.cache import fingerprint
 from muown_train.data.document_source import OPENERS, Cursor, Reader, Source
+from muown_train.data.hub import LEAST
 from muown_train.data.prepare_report import Report
 from muown_train.data.shards import COUNTS, FORMAT, INDEX, PROGRESS, TOKENIZER
 from muown_train.data.token_file import TokenWriter
 from muown_train.data.tokenizer import HubTokenizer, read_tokenizer, token_dtype
+from muown_train.data.whole import whole
 from muown_train.files import PARTIAL, replace, sync
 
 FLUSH = 1 << 20  # ids written and counted together
-NO_MATTER = {"streams", "shuffle", "retries"}  # settings of streaming that change no document
 
 
 def prepare(
@@ -54,7 +56,9 @@ def prepare(
 
     report = report or Report()
     _check(data, settings, tokens, valid_tokens, shard_tokens)
-    chosen = {f"data.{key}": value for key, value in settings.items() if key not in NO_MATTER}
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"out={folder} is a file: give a folder")
+    chosen = {f"data.{key}": value for key, value in settings.items() if key not in LEAST}
     limits = {"tokens": tokens, "valid_tokens": valid_tokens, "shard_tokens": shard_tokens}
     arguments = json.loads(json.dumps({"kind of data": data, **chosen, **limits}))
     with _full_disk_explained(folder), report:
@@ -70,8 +74,10 @@ def _check(data: str, settings: Mapping[str, Any], tokens: int | None, valid_tok
     if data not in OPENERS:
         raise ValueError(f"data with the target {data} cannot be prepared; {', '.join(OPENERS)} can")
     for key, value in (("tokens", tokens), ("valid_tokens", valid_tokens), ("shard_tokens", shard_tokens)):
-        if value is not None and value < 1:
-            raise ValueError(f"{key}={value} must be 1 or more")
+        if value is not None:
+            whole(key, value, 1)
+    for key in LEAST.keys() & settings.keys():
+        whole(f"data.{key}", settings[key], LEAST[key])
     if not settings.get("tokenizer"):
         raise ValueError("data.tokenizer is not set: give the path of a tokenizer.json or a hub name")
 
@@ -79,10 +85,12 @@ def _check(data: str, settings: Mapping[str, Any], tokens: int | None, valid_tok
 def _prepare(folder: Path, arguments: dict[str, Any], data: str, settings: Mapping[str, Any], report: Report) -> None:
     index, state = _read(folder / INDEX), _read(folder / PROGRESS)
     known = index or state
-    if known is not None:
-        _refuse_other(folder, known["arguments"], arguments)
-    elif found := sorted(path.name for path in folder.glob("*.bin")):
+    if known is None and (found := sorted(path.name for path in folder.glob("*.bin"))):
         raise ValueError(f"{folder} holds {found[0]} of other data: give an empty folder as out=")
+    if known is not None and len(known["shards"]) > 1:
+        _refuse_other(folder, known["arguments"], arguments)
+    else:
+        state = None
     if index is not None:
         _clean(folder)
         report.say(f"{folder} is finished: {_summary(index)}")
@@ -149,15 +157,20 @@ def _write(folder: Path, state: dict[str, Any], tokenizer: HubTokenizer, source:
             _save_json(folder / PROGRESS, state)
             (folder / _counts_name(number)).unlink(missing_ok=True)
     if len(shards) < 2:
-        raise ValueError(
-            f"the data have only {shards[0]['tokens']} tokens, and all are held out with "
-            f"valid_tokens={arguments['valid_tokens']}: lower it, with another out="
-        )
+        raise ValueError(_all_held_out(shards[0], arguments["valid_tokens"]))
     _save_array(folder / COUNTS, counts)
     parts = {split: [shard for shard in shards if shard["split"] == split] for split in ("train", "valid")}
     totals = {split: _total(part) for split, part in parts.items()}
     _save_json(folder / INDEX, {key: value for key, value in state.items() if key != "cursor"} | totals)
     _clean(folder)
+
+
+def _all_held_out(shard: dict[str, Any], valid_tokens: int) -> str:
+    if shard["documents"] == 0:
+        return "the data hold no text: at least two documents are needed, one to train on and one held out"
+    if shard["documents"] == 1:
+        return "the data are one document: at least two are needed, for whole documents are held out"
+    return f"the data have only {shard['tokens']} tokens, and all are held out: lower valid_tokens={valid_tokens}"
 
 
 class _Shard:
@@ -250,8 +263,9 @@ def _total(shards: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _summary(index: dict[str, Any]) -> str:
     train, valid = index["train"]["tokens"], index["valid"]["tokens"]
-    count = len(index["shards"])
-    return f"{train:,} tokens to train on and {valid:,} held out, in {count} shards"
+    asked, count = index["arguments"]["tokens"], len(index["shards"])
+    fewer = f" (all there are, fewer than the {asked:,} asked for)" if asked is not None and train < asked else ""
+    return f"{train:,} tokens to train on{fewer} and {valid:,} held out, in {count} shards"
 
 
 def _counts_name(shards: int) -> str:

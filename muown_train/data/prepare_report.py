@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from types import TracebackType
 
 from rich.console import Console
@@ -11,6 +12,8 @@ from rich.text import Text
 
 EVERY = {True: 0.2, False: 5.0}  # seconds, on a terminal and elsewhere
 FIRST = {True: 0.2, False: 2.0}
+AVERAGED = 20.0  # seconds over which the rate is measured: documents come in batches
+SHORTEST = 3.0  # of these that a first rate takes
 
 
 class Report:
@@ -19,10 +22,12 @@ class Report:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
-        self._start = self._next = 0.0
-        self._tokens = self._before = 0
-        self._total: int | None = None
-        self._done_before: float | None = None
+        self._next = 0.0
+        self._tokens = 0
+        self._total: float | None = None
+        self._known = False  # whether the total was given, not estimated
+        self._done: float | None = None
+        self._lately: deque[tuple[float, int]] = deque()  # time and tokens of the lines of the last seconds
 
     def __enter__(self) -> Report:
         return self
@@ -38,23 +43,24 @@ class Report:
 
     def start(self, tokens: int, total: int | None) -> None:
         """`tokens` of `total` (None: not known) are there already."""
-        self._tokens = self._before = tokens
-        self._total = total
-        self._start = time.monotonic()
-        self._next = self._start + FIRST[self._console.is_terminal]
+        self._tokens = tokens
+        self._total, self._known = total, total is not None
+        self._next = time.monotonic() + FIRST[self._console.is_terminal]
         if tokens:
             self.say(f"going on after {tokens:,} tokens")
 
     def add(self, tokens: int, done: float) -> None:
-        """`done` is the part of the source that is read: it tells the time left where the total is not known."""
+        """`done` is the part of the source's files that is read: where the total is not known each file tells it."""
+        if done != self._done:
+            if self._done is not None and not self._known:
+                self._total = self._tokens / done
+            self._done = done
         self._tokens += tokens
-        if self._done_before is None:
-            self._done_before = done
         now = time.monotonic()
         if now < self._next:
             return
         self._next = now + EVERY[self._console.is_terminal]
-        line = self._line(now - self._start, done)
+        line = self._line(now)
         if not self._console.is_terminal:
             return self._console.print(line, markup=False)
         if self._live is None:
@@ -62,18 +68,24 @@ class Report:
             self._live.start()
         self._live.update(Text(line, overflow="ellipsis", no_wrap=True), refresh=True)
 
-    def _line(self, elapsed: float, done: float) -> str:
-        new = self._tokens - self._before
-        begin = self._done_before or 0.0
-        if self._total:
-            begin, done = self._before / self._total, min(1.0, self._tokens / self._total)
+    def _line(self, now: float) -> str:
         line = f"{self._tokens:,} tokens"
-        if self._total:
+        if self._known:
             line += f" of {self._total:,}"
-        line += f", {new / elapsed:,.0f} tokens/s"
-        if done > begin:
-            line += f", {_duration(elapsed * (1 - done) / (done - begin))} left"
+        rate = self._rate(now)
+        if rate:
+            line += f", {rate:,.0f} tokens/s"
+            if self._total is not None and self._total > self._tokens:
+                line += f", {_duration((self._total - self._tokens) / rate)} left"
         return line
+
+    def _rate(self, now: float) -> float | None:
+        """Tokens a second over the last seconds; None before there are enough of them."""
+        self._lately.append((now, self._tokens))
+        while len(self._lately) > 2 and now - self._lately[1][0] >= AVERAGED:
+            self._lately.popleft()
+        begin, before = self._lately[0]
+        return (self._tokens - before) / (now - begin) if now - begin >= SHORTEST else None
 
 
 def _duration(seconds: float) -> str:

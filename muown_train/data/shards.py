@@ -25,6 +25,7 @@ from muown_train.data.unigram import unigram_loss
 FORMAT = 1  # of index.json
 INDEX, PROGRESS, TOKENIZER, COUNTS = "index.json", "progress.json", "tokenizer.json", "train_counts.npy"
 SAMPLE = 4096  # ids at the beginning of each shard that are compared with the tokenizer
+REMEDY = "copy it again, or prepare the shards again"
 ENDS = 1 << 16  # bytes at both ends of a shard without an index that tell it from others
 
 
@@ -48,7 +49,8 @@ def shards(
         raise ValueError("data.path is not set: give the folder that scripts/prepare_data.py wrote to")
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ValueError(f"data.path={path}: there is no such folder")
+        what = "a file" if folder.exists() else "not there"
+        raise ValueError(f"data.path={path} is {what}: give the folder that scripts/prepare_data.py wrote to")
     index = _read_index(folder)
     names = _names(folder, index)
     encoder = _tokenizer(folder, index, tokenizer)
@@ -89,7 +91,7 @@ def _read_index(folder: Path) -> dict[str, Any] | None:
             _ = [index["tokenizer"]["fingerprint"], index["source"], index["train"]["text"], index["valid"]["text"]]
             _ = [(shard["file"], shard["split"], shard["tokens"]) for shard in index["shards"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: copy it again, or prepare the shards again") from error
+        raise ValueError(f"{path} is damaged: {REMEDY}") from error
     if version != FORMAT:
         raise ValueError(f"{path} is of format {version}; format {FORMAT} is read")
     return index
@@ -105,7 +107,7 @@ def _names(folder: Path, index: dict[str, Any] | None) -> dict[str, list[str]]:
                 raise ValueError(f"{folder / name} is missing from {folder / INDEX}: it belongs to other data")
         for name in listed:
             if name not in there:
-                raise ValueError(f"{folder / name} does not exist, but {INDEX} lists it")
+                raise ValueError(f"{folder / name} does not exist, but {INDEX} lists it: {REMEDY}")
         return {
             split: [shard["file"] for shard in index["shards"] if shard["split"] == split]
             for split in ("train", "valid")
@@ -123,6 +125,8 @@ def _names(folder: Path, index: dict[str, Any] | None) -> dict[str, list[str]]:
 
 def _tokenizer(folder: Path, index: dict[str, Any] | None, given: str | None) -> HubTokenizer:
     if index is None:
+        if not given and (folder / TOKENIZER).exists():
+            raise ValueError(f"{folder / INDEX} is missing, which is written together with {TOKENIZER}: {REMEDY}")
         if not given:
             raise ValueError(f"{folder} does not say which tokenizer made it: give data.tokenizer, such as gpt2")
         return load_tokenizer(str(given))
@@ -133,7 +137,9 @@ def _tokenizer(folder: Path, index: dict[str, Any] | None, given: str | None) ->
         try:
             raw = (folder / TOKENIZER).read_bytes()
         except OSError as error:
-            raise ValueError(f"{folder / TOKENIZER} cannot be read ({error.strerror}): give data.tokenizer") from error
+            raise ValueError(
+                f"{folder / TOKENIZER} cannot be read ({error.strerror}): copy it again, or give data.tokenizer"
+            ) from error
         encoder = HubTokenizer(recorded["name"], raw)
     if encoder.fingerprint != recorded["fingerprint"]:
         what = f"data.tokenizer={given}" if given else f"{folder / TOKENIZER}"
@@ -157,13 +163,16 @@ def _open(
     maps: list[np.ndarray] = []
     for name in names:
         path = folder / name
-        tokens = read_tokens(path, scattered)
+        try:
+            tokens = read_tokens(path, scattered)
+        except ValueError as error:
+            raise ValueError(f"{error}: {REMEDY}") from error
         if tokens.dtype != expected:
             raise ValueError(
                 f"{path} holds {tokens.dtype}, but tokenizer {encoder.name} of {encoder.size} entries takes {expected}"
             )
         if index is not None and len(tokens) != counts[name]:
-            raise ValueError(f"{path} has {len(tokens)} tokens, but {INDEX} says {counts[name]}")
+            raise ValueError(f"{path} has {len(tokens)} tokens, but {INDEX} says {counts[name]}: {REMEDY}")
         largest = int(tokens[:SAMPLE].max(initial=0))
         if largest >= encoder.size:
             raise ValueError(
@@ -191,7 +200,7 @@ def _counts(folder: Path, size: int) -> np.ndarray:
     try:
         counts: np.ndarray = np.load(path)
     except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read ({error})") from error
+        raise ValueError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): {REMEDY}") from error
     if counts.shape != (size,):
         raise ValueError(f"{path} counts {counts.size} ids, but the tokenizer has {size}")
     return counts

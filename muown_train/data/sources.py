@@ -26,7 +26,7 @@ from muown_train.data.rows import RowSource, TokenRows
 from muown_train.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from muown_train.data.unigram import unigram_loss
 
-FORMAT = 1  # of what is cached: raise it when the same input would give other tokens
+FORMAT = 2  # of what is cached: raise it when the same input would give other tokens
 NOT_LIBRARY = {
     *("test", "tests", "idlelib", "idle_test", "lib2to3", "ensurepip", "turtledemo", "lib-dynload"),
     *("site-packages", "dist-packages", "__pycache__"),
@@ -135,7 +135,7 @@ def _label(train: list[Path], valid: list[Path], text: str) -> Labelled:
 def _from_corpus(corpus: Corpus, data: str, seq_len: int, seed: int, valid_tokens: int) -> TrainingData:
     index = corpus.index
     if not index["train"]["documents"]:
-        raise ValueError(f"data={data}: there is no document to train on")
+        raise ValueError(f"data={data}: there is no text to train on")
     rows = TokenRows(corpus.train, seq_len, seed)
     valid = held_out_ids(corpus.valid, valid_tokens)
     facts = {

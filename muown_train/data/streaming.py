@@ -77,7 +77,7 @@ class Window:
 def read_windows(documents: Documents, units: Sequence[Any], shuffle: Shuffle, start: Cursor) -> Iterator[Window]:
     """Windows from the one that begins at `start` on, epoch after epoch; each document is in one of an epoch.
 
-    Raises ValueError where the units hold no document.
+    Raises ValueError where the units hold no text.
     """
     epoch, number, first = start.epoch, start.window, (start.unit, start.document)
     barren = 0  # epochs in a row without a document; the first may have begun at the end of the units
@@ -92,7 +92,7 @@ def read_windows(documents: Documents, units: Sequence[Any], shuffle: Shuffle, s
             yield Window(Cursor(epoch=epoch, window=number, unit=unit, document=document), chosen)
             number += 1
         epoch, number, first = epoch + 1, 0, (0, 0)
-    raise ValueError(f"{', '.join(map(str, units))} of the data, which make up a stream, hold no document")
+    raise ValueError(f"{', '.join(map(str, units))} of the data, which make up a stream, hold no text")
 
 
 def _located(
@@ -100,7 +100,8 @@ def _located(
 ) -> Iterator[tuple[tuple[int, int], str]]:
     for k in range(unit, len(units)):
         for number, text in enumerate(documents(units[k], first), first):
-            yield (k, number), text
+            if text:  # no text is no document, but it is counted
+                yield (k, number), text
         first = 0
 
 
@@ -108,7 +109,7 @@ class Stream:
     """Rows of T+1 ids with stride T out of the documents of some units, over and over; end-of-text after
     each.
 
-    Raises what reading raises, and ValueError where the units hold no document.
+    Raises what reading raises, and ValueError where the units hold no text.
     """
 
     def __init__(

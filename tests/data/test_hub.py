@@ -201,7 +201,8 @@ def test_ranks_and_resumes_see_the_same_rows(hub, tmp_path):
 def test_of_a_single_row_group_training_skips_what_is_held_out(tmp_path):
     with Hub(build(tmp_path / "hub", [0], group=1000)) as hub:
         case = {"legs": [(1, 1)], "run": {"valid_tokens": 100}, "config": {"shuffle": 1}}
-        result = client(hub.environment(tmp_path), tmp_path, **case)
+        result, error = clients(hub.environment(tmp_path), tmp_path, [case, {"run": {"valid_tokens": 10**6}}])
+    assert "is one part, and all is held out: lower valid_tokens=1000000" in error["message"]
     held_out = decode(result["valid"]).split("<|endoftext|>")
     whole = [text for text in texts_of(0) if text in held_out]
     assert result["facts"]["streams"] == 1 and whole
@@ -232,11 +233,11 @@ def test_errors_before_training(hub, tmp_path):
         ({"revision": "v9"}, "has no revision 'v9' (data.revision)"),
         ({"tokenizer": "nobody/nothing"}, "data.tokenizer=nobody/nothing: the hub has no such model"),
         ({"tokenizer": "HuggingFaceFW/other"}, "this model has no tokenizer.json"),
-        ({"streams": 0}, "data.streams must be a whole number, 1 or more, not 0"),
-        ({"streams": 1.5}, "data.streams must be a whole number, 1 or more, not 1.5"),
-        ({"streams": True}, "data.streams must be a whole number, 1 or more, not True"),
-        ({"shuffle": 0}, "data.shuffle must be a whole number, 1 or more, not 0"),
-        ({"retries": -1}, "data.retries must be a whole number, 0 or more, not -1"),
+        ({"streams": 0}, "data.streams=0 must be a whole number of at least 1"),
+        ({"streams": 1.5}, "data.streams=1.5 must be a whole number"),
+        ({"streams": True}, "data.streams=True must be a whole number"),
+        ({"shuffle": 0}, "data.shuffle=0 must be a whole number of at least 1"),
+        ({"retries": -1}, "data.retries=-1 must be a whole number of at least 0"),
     ]
     results = clients(hub.environment(tmp_path), tmp_path, [{"config": config} for config, _ in expected])
     for (config, message), result in zip(expected, results, strict=True):

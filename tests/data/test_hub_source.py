@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from muown_train.data import hub_source, streaming
 from muown_train.data.hub import HubFiles, Unit
-from muown_train.data.hub_source import PIECES, _split
+from muown_train.data.hub_source import PIECES, _split, _write_held_out
 from muown_train.data.loader import Loader
 from muown_train.data.retry import Retry
 from muown_train.data.streaming import Cursor, Shuffle, read_windows
-from tests.data.helpers import union, word_tokenizer_json
+from muown_train.data.token_file import read_tokens
+from tests.data.helpers import ByteTokenizer, union, word_tokenizer_json
 from tests.data.hub_server import Fault, Hub
 
 REPO = "datasets/owner/name"
@@ -220,6 +221,23 @@ def test_closing_the_loader_while_the_hub_is_waited_for(load, hub, monkeypatch):
     assert isinstance(raised[0], RuntimeError) and "closed" in str(raised[0])
     loader.close()
     assert time.monotonic() - start < 8
+
+
+class Texts:
+    """Stands for the files of a hub."""
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def documents(self, unit, first):
+        return iter(self.texts[first:])
+
+
+def test_rows_without_text_count_where_training_goes_on_after_those_held_out(tmp_path):
+    texts = Texts(["", "ab", "", "cd", "", "ef"])
+    index = _write_held_out(tmp_path, texts, [Unit(0)], ByteTokenizer(), 5)
+    assert index["read"] == 4 and index["valid"]["documents"] == 2
+    assert read_tokens(tmp_path / "valid.bin").tolist() == [98, 99, 0, 100, 101, 0]
 
 
 def _error(call):

@@ -31,13 +31,16 @@ END = 256  # end of text of the byte tokenizer
 LIMITS = {"valid_tokens": 200, "shard_tokens": 333}
 
 
+INTERRUPTED = "interrupted; the same command goes on after the last complete shard"
+
+
 class Killed(BaseException):
     pass
 
 
 @pytest.fixture
 def source(tmp_path):
-    """Three files of texts of all lengths, one of them empty, one longer than two shards."""
+    """Three files of texts of all lengths, one longer than two shards, and an empty one, which is no document."""
     words = random.Random(0)
     texts = [f"{k} " + "word " * words.randint(0, 12) for k in range(90)]
     texts[40], texts[55], texts[89] = "", "long " * 180, "é漢\x00end"
@@ -45,7 +48,10 @@ def source(tmp_path):
         lines = [json.dumps({"text": text}) for text in texts[begin : begin + 30]]
         (tmp_path / f"{number}.jsonl").write_text("\n".join(lines))
     (tmp_path / "tokenizer.json").write_text(word_tokenizer_json())
-    return texts, {"train": str(tmp_path / "*.jsonl"), "tokenizer": str(tmp_path / "tokenizer.json")}
+    return list(filter(None, texts)), {
+        "train": str(tmp_path / "*.jsonl"),
+        "tokenizer": str(tmp_path / "tokenizer.json"),
+    }
 
 
 def run(folder, settings, **limits):
@@ -244,13 +250,56 @@ def test_a_full_disk_is_one_sentence_and_goes_on(source, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"valid_tokens": 10**6}, "all are held out with valid_tokens=1000000"),
-        ({"shard_tokens": 0}, "shard_tokens=0 must be 1 or more"),
+        ({"valid_tokens": 10**6}, "only 3929 tokens, and all are held out: lower valid_tokens=1000000"),
+        ({"shard_tokens": 0}, "shard_tokens=0 must be a whole number of at least 1"),
     ],
 )
 def test_impossible_limits(source, tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         run(tmp_path / "out", source[1], **change)
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([], "the data hold no text: at least two documents are needed"),
+        (["", ""], "the data hold no text: at least two documents are needed"),
+        (["one " * 90, ""], "the data are one document: at least two are needed, for whole documents are held out"),
+    ],
+)
+def test_without_two_documents_that_is_said_and_the_folder_takes_others(source, tmp_path, texts, message):
+    few = tmp_path / "few"
+    few.mkdir()
+    (few / "0.txt").touch()
+    (few / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "out", source[1] | {"train": str(few / "*")})
+    run(tmp_path / "out", source[1])
+    run(tmp_path / "whole", source[1])
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_before_a_shard_to_train_on_other_settings_are_accepted(source, tmp_path):
+    _, settings = source
+    with pytest.raises(ValueError, match="all are held out"):
+        run(tmp_path / "out", settings, valid_tokens=10**6)
+    run(tmp_path / "out", settings)
+    run(tmp_path / "whole", settings)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_fewer_tokens_than_asked_for_is_said(source, tmp_path, capsys):
+    run(tmp_path / "out", source[1], tokens=10**9)
+    said = "is finished: 3,693 tokens to train on (all there are, fewer than the 1,000,000,000 asked for)"
+    assert said in capsys.readouterr().err
+    run(tmp_path / "some", source[1], tokens=1000)
+    assert "1,000 tokens to train on and 236 held out" in capsys.readouterr().err
+
+
+def test_out_must_be_a_folder(source, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"out=.*file is a file: give a folder"):
+        run(tmp_path / "file", source[1])
 
 
 def test_a_tokenizer_must_be_given(source, tmp_path):
@@ -287,9 +336,9 @@ def test_killed_for_real(tmp_path, kill):
         time.sleep(0.01)
     process.send_signal(kill)
     error = process.communicate(timeout=60)[1]
-    assert process.returncode == (-9 if kill == signal.SIGKILL else 1), error
+    assert process.returncode == (-9 if kill == signal.SIGKILL else 130), error
     if kill == signal.SIGINT:
-        assert error.splitlines()[-1] == "interrupted; the same command goes on after the last complete shard"
+        assert error.splitlines()[-1] == INTERRUPTED
     state = json.loads((tmp_path / "out" / "progress.json").read_text())
     assert 2 < len(state["shards"]) < 41
 
@@ -300,6 +349,18 @@ def test_killed_for_real(tmp_path, kill):
     settings["text"] = "text"
     prepare.prepare(tmp_path / "whole", "files", settings, 4_000_000, 100_000, 100_000)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("seconds", [0.2, *(pytest.param(k / 10, marks=pytest.mark.slow) for k in range(3, 16))])
+def test_interrupted_at_any_moment(source, tmp_path, seconds):
+    """While libraries are imported, for the most part."""
+    (tmp_path / "a.txt").write_text("many words " * 3_000_000)
+    words = [f"data.tokenizer={source[1]['tokenizer']}", f"data.train={tmp_path}/*.*t*", f"out={tmp_path / 'out'}"]
+    process = command("data=files", *words)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and error.splitlines() == [INTERRUPTED]
 
 
 @pytest.mark.slow
@@ -330,29 +391,52 @@ def test_the_production_configuration_from_a_hub_that_fails(tmp_path):
     assert (tmp_path / "out" / "tokenizer.json").read_text() == word_tokenizer_json()
 
 
-@pytest.mark.parametrize(
-    ("total", "line"),
-    [
-        (10_000, "6,000 tokens of 10,000, 400 tokens/s, 10 s left"),  # 4,000 in 10 seconds, and as many to come
-        (None, "6,000 tokens, 400 tokens/s, 1 min 10 s left"),  # an eighth of the source in 10 seconds
-    ],
-)
-def test_progress_is_that_of_this_process(total, line, monkeypatch):
-    now = iter([100.0, 105.0, 110.0])
-    monkeypatch.setattr("muown_train.data.prepare_report.time.monotonic", lambda: next(now))
+def lines_of_a_report(monkeypatch, total, bursts, seconds=1.0):
+    """What is printed while so many documents come at once each second, those of a file after those of another."""
+    clock = 100.0
+    monkeypatch.setattr("muown_train.data.prepare_report.time.monotonic", lambda: clock)
     written = io.StringIO()
-    report = Report(Console(file=written))
-    report.start(2000, total)
-    report.add(0, 0.0)
-    report.add(4000, 0.125)
-    assert written.getvalue().splitlines()[-1] == line
+    report = Report(Console(file=written, width=200))
+    report.start(1000, total)
+    for done, documents in bursts:
+        clock += seconds
+        for _ in range(documents):
+            report.add(10, done)
+    return written.getvalue().splitlines()
+
+
+def test_no_rate_before_there_is_one_and_then_that_of_the_last_seconds(monkeypatch):
+    bursts = [(0.0, 500)] * 10 + [(0.0, 50)] * 40  # 5,000 tokens a second, then 500
+    lines = lines_of_a_report(monkeypatch, 100_000, bursts)
+    assert lines[:2] == ["going on after 1,000 tokens", "6,010 tokens of 100,000"]
+    assert lines[2] == "31,010 tokens of 100,000, 5,000 tokens/s, 14 s left"
+    assert lines[-1] == "69,010 tokens of 100,000, 500 tokens/s, 1 min 02 s left"
+    rates = [int(line.split(", ")[1].split()[0].replace(",", "")) for line in lines[2:]]
+    assert rates == sorted(rates, reverse=True) and set(rates[-4:]) == {500}
+
+
+def test_files_that_are_done_tell_the_time_left_where_the_total_is_not_known(monkeypatch):
+    bursts = [(0.0, 100)] * 9 + [(0.125, 100)] * 8  # nine seconds for an eighth of the files
+    lines = lines_of_a_report(monkeypatch, None, bursts)
+    assert lines[1:3] == ["2,010 tokens", "7,010 tokens, 1,000 tokens/s"]
+    assert lines[3] == "12,010 tokens, 1,000 tokens/s, 1 min 08 s left"  # of 10,000 / 0.125
+    assert lines[4] == "17,010 tokens, 1,000 tokens/s, 1 min 03 s left"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["data=files", "out=x", "token=5"], "there is no key token (did you mean tokens?); see --help"),
-        (["data=files", "out=x", "tokens=-5"], "tokens=-5 must be a whole number, 1 or more"),
+        (["data=files", "out=x", "tokens=-5"], "tokens=-5 must be a whole number of at least 1"),
+        (
+            ["data=files", "out=x", "tokens=1e30"],
+            "tokens=1e+30 must be a whole number of at least 1 and less than 2^63",
+        ),
+        (["data=files", "out=x", "tokens=inf"], "tokens=inf must be a whole number"),
+        (["data=fineweb_edu", "out=x", "data.streams=1.5"], "data.streams=1.5 must be a whole number of at least 1"),
+        (["data=fineweb_edu", "out=x", "data.shuffle=0"], "data.shuffle=0 must be a whole number of at least 1"),
+        (["data=fineweb_edu", "out=x", "data.retries=-1"], "data.retries=-1 must be a whole number of at least 0"),
+        (["data=fineweb_edu", "out=x", "data.retries=true"], "data.retries=True must be a number"),
         (["data=files"], "out is not set"),
         (["out=x"], "data is not set"),
         (["data=fles", "out=x"], "there is no data=fles (did you mean files?)"),

@@ -147,13 +147,16 @@ def other_version(path):
     path.write_bytes(raw)
 
 
+AGAIN = ": copy it again, or prepare the shards again$"
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut, r"train_000002\.bin is truncated: it should hold 500 tokens but has 495"),
+        (cut, r"train_000002\.bin is truncated: it should hold 500 tokens but has 495" + AGAIN),
         (other_version, r"train_000002\.bin is a token file of version 9"),
-        (lambda path: path.unlink(), r"train_000002\.bin does not exist, but index\.json lists it"),
-        (lambda path: write(path, [1, 2, 3]), r"train_000002\.bin has 3 tokens, but index\.json says 500"),
+        (lambda path: path.unlink(), r"train_000002\.bin does not exist, but index\.json lists it" + AGAIN),
+        (lambda path: write(path, [1, 2, 3]), r"train_000002\.bin has 3 tokens, but index\.json says 500" + AGAIN),
         (lambda path: write(path, [1] * 500, "<u4"), r"train_000002\.bin holds uint32"),
         (lambda path: write(path, [999] * 500), r"train_000002\.bin holds id 999"),
         (
@@ -163,7 +166,9 @@ def other_version(path):
         (lambda path: path.with_name("index.json").write_text("{"), r"index\.json is damaged"),
         (lambda path: path.with_name("index.json").write_text('{"format": 1}'), r"index\.json is damaged"),
         (lambda path: path.with_name("index.json").write_text('{"format": 2}'), r"is of format 2; format 1 is read"),
-        (lambda path: path.with_name("train_counts.npy").write_bytes(b"x"), r"train_counts\.npy cannot be read"),
+        (lambda path: path.with_name("train_counts.npy").write_bytes(b"x"), r"_counts\.npy cannot be read.*" + AGAIN),
+        (lambda path: path.with_name("train_counts.npy").unlink(), r"cannot be read \(No such file.*\)" + AGAIN),
+        (lambda path: path.with_name("index.json").unlink(), r"index\.json is missing.* with tokenizer\.json" + AGAIN),
         (
             lambda path: path.with_name("index.json").rename(path.with_name("progress.json")),
             r"is not finished: run the prepare_data command",
@@ -185,8 +190,10 @@ def test_another_tokenizer_is_refused(folder, tmp_path):
     with pytest.raises(ValueError, match=r"made by tokenizer .* not by data\.tokenizer=.*other\.json"):
         shards(str(folder), str(tmp_path / "other.json"), **RUN)
     assert shards(str(folder), str(tmp_path / "tokenizer.json"), **RUN).facts["vocabulary"] == 257
-    with pytest.raises(ValueError, match="there is no such folder"):
+    with pytest.raises(ValueError, match=r"data\.path=.*nowhere is not there: give the folder"):
         shards(str(tmp_path / "nowhere"), **RUN)
+    with pytest.raises(ValueError, match=r"data\.path=.*other\.json is a file: give the folder"):
+        shards(str(tmp_path / "other.json"), **RUN)
 
 
 def test_100_gigabytes_open_and_sample_at_once(nanogpt):

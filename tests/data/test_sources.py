@@ -144,7 +144,7 @@ def test_errors_come_before_the_data_are_read(texts, tmp_path):
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("", {}, "the training data have 1 tokens, fewer than one row"),
+        ("", {}, "data=files: there is no text to train on"),
         ("short", {}, "fewer than one row"),
         ("not so short as that", {"valid_tokens": 0}, "valid_tokens must be 1 or more, not 0"),
         ("too short to leave", {}, "the held-out part has 0 tokens, too few to evaluate"),
@@ -158,8 +158,22 @@ def test_too_few_tokens(texts, tmp_path, text, options, message):
 
 def test_no_documents(texts, tmp_path):
     (tmp_path / "none.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match="there is no document to train on"):
-        load(texts, tmp_path, train=str(tmp_path / "none.jsonl"))
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 200)
+    (tmp_path / "zero.txt").touch()
+    for tokenizer in (None, str(tmp_path / "words.json")):
+        for name in ("none.jsonl", "empty.jsonl", "zero.txt"):
+            with pytest.raises(ValueError, match="there is no text to train on"):
+                load(texts, tmp_path, train=str(tmp_path / name), tokenizer=tokenizer)
+
+
+def test_empty_texts_are_no_documents(texts, tmp_path):
+    before = load(texts, tmp_path, valid_tokens=10**6)
+    (texts / "1.txt").touch()
+    with (texts / "1.jsonl").open("a") as file:
+        file.write('\n{"text": ""}' * 200)
+    after = load(texts, tmp_path, valid_tokens=10**6, train=str(texts / "*"))
+    assert after.facts == before.facts
+    np.testing.assert_array_equal(after.train._tokens, before.train._tokens)
 
 
 SCRIPT = """

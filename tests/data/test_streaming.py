@@ -24,12 +24,15 @@ def reader(files):
 
 def reference(files, rows, seq_len=T):
     """Rows out of the whole token stream of some files, repeated as often as needed."""
-    epoch = [token for file in files for text in file for token in [b + 1 for b in text.encode()] + [0]]
+    epoch = [token for file in files for text in file if text for token in [*text.encode(), -1]]
+    epoch = [token + 1 for token in epoch]
     tokens = epoch * (rows * seq_len // len(epoch) + 2)
     return np.array([tokens[k * seq_len : k * seq_len + seq_len + 1] for k in range(rows)])
 
 
-LISTS = st.lists(st.lists(st.text(max_size=12), max_size=4), min_size=1, max_size=4).filter(any)
+LISTS = st.lists(st.lists(st.text(max_size=12), max_size=4), min_size=1, max_size=4).filter(
+    lambda files: any(map(any, files))
+)
 
 
 @settings(deadline=None)  # threads wait for each other
@@ -200,8 +203,8 @@ def test_a_state_of_other_data_is_refused():
 
 
 def test_files_without_documents_are_an_error_not_an_endless_loop():
-    with pytest.raises(ValueError, match=r"^0, 1 of the data, which make up a stream, hold no document"):
-        Stream(reader([[], []]), [0, 1], ByteTokenizer(), T).next_row()
+    with pytest.raises(ValueError, match=r"^0, 1 of the data, which make up a stream, hold no text"):
+        Stream(reader([[], ["", ""]]), [0, 1], ByteTokenizer(), T).next_row()
     at_the_end = Cursor(epoch=3, unit=1, document=1)
     stream = Stream(reader([["abcd"], ["x"]]), [0, 1], ByteTokenizer(), T, at_the_end)
     assert stream.next_row().tolist() == [98, 99, 100, 101, 0]

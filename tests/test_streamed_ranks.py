@@ -1,0 +1,106 @@
+"""Streams from a hub on real ranks: the rows that one process sees, also after a run on two was killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from muown_train.build import build
+from muown_train.distributed import World
+from tests.data.hub_server import Hub
+from tests.data.test_hub import build as hub_of_files
+from tests.ranks import free_port, on_ranks
+from tests.runs import HERE, SMALL, configured, metrics
+
+ROOT = Path(__file__).parents[1]
+STREAMED = (
+    *SMALL,
+    "data=fineweb_edu",
+    "data.shuffle=16",
+    "model.vocab_size=300",
+    "seed=5",
+    "save_every=3",
+    "log_every=1",
+)
+UPDATE = 256  # tokens
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Variables that lead processes to a hub with three files of five row groups."""
+    home = tmp_path_factory.mktemp("home")
+    with Hub(hub_of_files(tmp_path_factory.mktemp("hub"), range(3))) as hub:
+        yield hub.environment(home)
+
+
+def settings(out, updates, *others):
+    return [*STREAMED, "name=run", f"out={out}", f"cache={out}/cache", f"tokens={updates * UPDATE}", *others]
+
+
+def train(world: World, words: list[str]) -> None:
+    run = build(configured(*words), "run", world)
+    run.resume()
+    run.trainer.fit()
+    run.close()
+
+
+def hashes(out, updates):
+    """Of the global batches of all updates, in order."""
+    lines = [line for line in metrics(out / "run") if "data/hash" in line]
+    assert [line["step"] for line in lines] == list(range(1, updates + 1))
+    return [line["data/hash"] for line in lines]
+
+
+def trained(out, updates, size):
+    """The hashes of a run on so many ranks, in processes of its own."""
+    on_ranks(size, train, settings(out, updates, "workers=0"))
+    return hashes(out, updates)
+
+
+@pytest.fixture
+def at_the_hub(environment, monkeypatch):
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)  # of the processes to come
+
+
+def alone_and_together(world: World, out: Path, updates: int) -> list[str]:
+    """Train on all ranks; the hashes of the batches that this process by itself would train on."""
+    words = settings(out, updates, "workers=0")
+    train(world, words)
+    loader = build(configured(*words, "out=elsewhere"), "run", HERE).trainer.loader
+    found = [f"{next(loader).hash % 2**64:016x}" for _ in range(updates)]
+    loader.close()
+    return found
+
+
+def test_two_ranks_see_what_one_sees(at_the_hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = on_ranks(2, alone_and_together, tmp_path, 12)
+    assert found == [hashes(tmp_path, 12)] * 2
+    assert len(set(found[0])) == 12
+
+
+@pytest.mark.slow
+def test_killed_on_two_ranks_it_goes_on_on_one(at_the_hub, tmp_path):
+    out, port = tmp_path / "killed", str(free_port())
+    command = [sys.executable, "-m", "muown_train", *settings(out, 10_000, "workers=1")]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
+    running = [
+        subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in "01"
+    ]
+    try:
+        deadline = time.monotonic() + 120
+        while not list(out.glob("run/checkpoints/step-*"))[1:]:
+            assert time.monotonic() < deadline and all(process.poll() is None for process in running)
+            time.sleep(0.01)
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.wait() for process in running] == [-signal.SIGKILL] * 2
+    updates = metrics(out / "run")[-1]["step"] + 5
+    assert trained(out, updates, 1) == trained(tmp_path / "whole", updates, 1)
