@@ -1,81 +1,20 @@
 """scripts/prepare_data.py: what it writes, and that whatever interrupts it changes nothing of that."""
 
 import errno
-import io
 import json
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from filelock import FileLock
-from rich.console import Console
 
 from muown_train.data import document_source, prepare
-from muown_train.data.prepare_report import Report
-from muown_train.data.token_file import read_tokens
 from tests.data.helpers import word_tokenizer_json
-from tests.data.hub_server import Fault, Hub
-from tests.data.test_hub import build
-
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "prepare_data.py"
-END = 256  # end of text of the byte tokenizer
-LIMITS = {"valid_tokens": 200, "shard_tokens": 333}
-
-
-INTERRUPTED = "interrupted; the same command goes on after the last complete shard"
+from tests.data.prepared import END, LIMITS, contents, documents_in, run, tokens_of
 
 
 class Killed(BaseException):
     pass
-
-
-@pytest.fixture
-def source(tmp_path):
-    """Three files of texts of all lengths, one longer than two shards, and an empty one, which is no document."""
-    words = random.Random(0)
-    texts = [f"{k} " + "word " * words.randint(0, 12) for k in range(90)]
-    texts[40], texts[55], texts[89] = "", "long " * 180, "é漢\x00end"
-    for number, begin in enumerate(range(0, 90, 30)):
-        lines = [json.dumps({"text": text}) for text in texts[begin : begin + 30]]
-        (tmp_path / f"{number}.jsonl").write_text("\n".join(lines))
-    (tmp_path / "tokenizer.json").write_text(word_tokenizer_json())
-    return list(filter(None, texts)), {
-        "train": str(tmp_path / "*.jsonl"),
-        "tokenizer": str(tmp_path / "tokenizer.json"),
-    }
-
-
-def run(folder, settings, **limits):
-    prepare.prepare(folder, "files", settings, **{**LIMITS, **limits})
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
-
-
-def tokens_of(folder, split):
-    return [read_tokens(path) for path in sorted(folder.glob(f"{split}_*.bin"))]
-
-
-def decode(ids):
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_str(word_tokenizer_json()).decode(ids, skip_special_tokens=False)
-
-
-def documents_in(parts):
-    ids = np.concatenate(parts)
-    assert ids[-1] == END
-    return [decode(part[part != END].tolist()) for part in np.split(ids, np.flatnonzero(ids == END) + 1)[:-1]]
 
 
 def test_each_document_is_once_in_training_or_held_out(source, tmp_path):
@@ -307,149 +246,3 @@ def test_a_tokenizer_must_be_given(source, tmp_path):
         run(tmp_path / "out", source[1] | {"tokenizer": None})
     with pytest.raises(ValueError, match=r"target stdlib cannot be prepared; files, hub_stream can"):
         prepare.prepare(tmp_path / "out", "stdlib", {})
-
-
-def command(*words, **environment):
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *words],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-@pytest.mark.parametrize("kill", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_killed_for_real(tmp_path, kill):
-    words = random.Random(1)
-    texts = ("".join(words.choices("abcdefgh \n", k=words.randint(1, 9000))) for _ in range(1000))
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    (tmp_path / "tokenizer.json").write_text(word_tokenizer_json())
-    settings = {"train": str(tmp_path / "a.jsonl"), "valid": None, "tokenizer": str(tmp_path / "tokenizer.json")}
-    arguments = [f"data.{key}={value}" for key, value in settings.items() if value]
-    arguments += ["data=files", f"out={tmp_path / 'out'}", "valid_tokens=1e5", "shard_tokens=1e5", "tokens=4e6"]
-
-    process = command(*arguments)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (tmp_path / "out" / "train_000003.bin").exists():
-        time.sleep(0.01)
-    process.send_signal(kill)
-    error = process.communicate(timeout=60)[1]
-    assert process.returncode == (-9 if kill == signal.SIGKILL else 130), error
-    if kill == signal.SIGINT:
-        assert error.splitlines()[-1] == INTERRUPTED
-    state = json.loads((tmp_path / "out" / "progress.json").read_text())
-    assert 2 < len(state["shards"]) < 41
-
-    process = command(*arguments)
-    error = process.communicate(timeout=120)[1]
-    assert process.returncode == 0, error
-    assert "going on after" in error and "is finished: 4,000,000 tokens" in error
-    settings["text"] = "text"
-    prepare.prepare(tmp_path / "whole", "files", settings, 4_000_000, 100_000, 100_000)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("seconds", [0.2, *(pytest.param(k / 10, marks=pytest.mark.slow) for k in range(3, 16))])
-def test_interrupted_at_any_moment(source, tmp_path, seconds):
-    """While libraries are imported, for the most part."""
-    (tmp_path / "a.txt").write_text("many words " * 3_000_000)
-    words = [f"data.tokenizer={source[1]['tokenizer']}", f"data.train={tmp_path}/*.*t*", f"out={tmp_path / 'out'}"]
-    process = command("data=files", *words)
-    time.sleep(seconds)
-    process.send_signal(signal.SIGINT)
-    error = process.communicate(timeout=60)[1]
-    assert process.returncode == 130 and error.splitlines() == [INTERRUPTED]
-
-
-@pytest.mark.slow
-def test_the_production_configuration_from_a_hub_that_fails(tmp_path):
-    words = ["data=fineweb_edu", f"out={tmp_path / 'out'}", "valid_tokens=1000", "shard_tokens=5e5"]
-    root = build(tmp_path / "hub", range(3))
-    # each longer than what is encoded together, or the failure would come before anything is written
-    texts = [[f"Document {k} of file {file}: " + "words " * 1400 for k in range(300)] for file in range(3)]
-    for path, own in zip(sorted(root.glob("datasets/HuggingFaceFW/**/*.parquet")), texts, strict=True):
-        pq.write_table(pa.table({"text": own}), path, row_group_size=64)
-    with Hub(root) as hub:
-        hub.next_requests(10**6, Fault(status=503), below="002.parquet")
-        process = command(*words, "data.retries=0", **hub.environment(tmp_path / "home"))
-        error = process.communicate(timeout=120)[1]
-        assert process.returncode == 1
-        assert "002.parquet failed 1 times in a row" in error.splitlines()[-1]
-        assert len(json.loads((tmp_path / "out" / "progress.json").read_text())["shards"]) > 1
-        hub.next_requests(1, Fault(status=503), below="002.parquet")
-        process = command(*words, **hub.environment(tmp_path / "home"))
-        error = process.communicate(timeout=120)[1]
-    assert process.returncode == 0, error
-    assert "going on after" in error and "trying again" in error
-    found = documents_in(tokens_of(tmp_path / "out", "valid")) + documents_in(tokens_of(tmp_path / "out", "train"))
-    assert found == [text for own in texts for text in own]
-    index = json.loads((tmp_path / "out" / "index.json").read_text())
-    assert index["source"]["revision"] == hub.commit and index["source"]["data"] == "HuggingFaceFW/fineweb-edu"
-    assert index["tokenizer"]["name"] == "EleutherAI/gpt-neox-20b"
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == word_tokenizer_json()
-
-
-def lines_of_a_report(monkeypatch, total, bursts, seconds=1.0):
-    """What is printed while so many documents come at once each second, those of a file after those of another."""
-    clock = 100.0
-    monkeypatch.setattr("muown_train.data.prepare_report.time.monotonic", lambda: clock)
-    written = io.StringIO()
-    report = Report(Console(file=written, width=200))
-    report.start(1000, total)
-    for done, documents in bursts:
-        clock += seconds
-        for _ in range(documents):
-            report.add(10, done)
-    return written.getvalue().splitlines()
-
-
-def test_no_rate_before_there_is_one_and_then_that_of_the_last_seconds(monkeypatch):
-    bursts = [(0.0, 500)] * 10 + [(0.0, 50)] * 40  # 5,000 tokens a second, then 500
-    lines = lines_of_a_report(monkeypatch, 100_000, bursts)
-    assert lines[:2] == ["going on after 1,000 tokens", "6,010 tokens of 100,000"]
-    assert lines[2] == "31,010 tokens of 100,000, 5,000 tokens/s, 14 s left"
-    assert lines[-1] == "69,010 tokens of 100,000, 500 tokens/s, 1 min 02 s left"
-    rates = [int(line.split(", ")[1].split()[0].replace(",", "")) for line in lines[2:]]
-    assert rates == sorted(rates, reverse=True) and set(rates[-4:]) == {500}
-
-
-def test_files_that_are_done_tell_the_time_left_where_the_total_is_not_known(monkeypatch):
-    bursts = [(0.0, 100)] * 9 + [(0.125, 100)] * 8  # nine seconds for an eighth of the files
-    lines = lines_of_a_report(monkeypatch, None, bursts)
-    assert lines[1:3] == ["2,010 tokens", "7,010 tokens, 1,000 tokens/s"]
-    assert lines[3] == "12,010 tokens, 1,000 tokens/s, 1 min 08 s left"  # of 10,000 / 0.125
-    assert lines[4] == "17,010 tokens, 1,000 tokens/s, 1 min 03 s left"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["data=files", "out=x", "token=5"], "there is no key token (did you mean tokens?); see --help"),
-        (["data=files", "out=x", "tokens=-5"], "tokens=-5 must be a whole number of at least 1"),
-        (
-            ["data=files", "out=x", "tokens=1e30"],
-            "tokens=1e+30 must be a whole number of at least 1 and less than 2^63",
-        ),
-        (["data=files", "out=x", "tokens=inf"], "tokens=inf must be a whole number"),
-        (["data=fineweb_edu", "out=x", "data.streams=1.5"], "data.streams=1.5 must be a whole number of at least 1"),
-        (["data=fineweb_edu", "out=x", "data.shuffle=0"], "data.shuffle=0 must be a whole number of at least 1"),
-        (["data=fineweb_edu", "out=x", "data.retries=-1"], "data.retries=-1 must be a whole number of at least 0"),
-        (["data=fineweb_edu", "out=x", "data.retries=true"], "data.retries=True must be a number"),
-        (["data=files"], "out is not set"),
-        (["out=x"], "data is not set"),
-        (["data=fles", "out=x"], "there is no data=fles (did you mean files?)"),
-        (["data=files", "out=x", "data.trian=x"], "there is no key data.trian (did you mean data.train?)"),
-    ],
-)
-def test_bad_words_are_one_sentence(words, message, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["prepare_data.py", *words])
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    import prepare_data
-
-    with pytest.raises(SystemExit) as stopped:
-        prepare_data.main()
-    assert message in str(stopped.value) and "\n" not in str(stopped.value)
-    assert list(tmp_path.iterdir()) == []
