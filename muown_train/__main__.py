@@ -1,36 +1,62 @@
-"""`python -m muown_train key=value …`: train a language model, or go on where this run stopped."""
+"""`python -m muown_train key=value …`: train a language model, or go on where this run stopped.
+
+Exit status: 0 the run is finished, has diverged (a result), or was stopped and saved; 1 it failed, and the same command
+goes on; 2 a setting that cannot be; 3 the same update has failed too often; 130 interrupted at once.
+"""
 
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from muown_train.config import CONFIG_DIR, check_overrides, one_sentence, register_resolvers, run_name
+from muown_train.config import (
+    CONFIG_DIR,
+    check_overrides,
+    check_trust,
+    one_sentence,
+    register_resolvers,
+    run_name,
+)
+from muown_train.secrets import redacted_tracebacks
 
 if TYPE_CHECKING:
-    from muown_train.trainer import Trainer
+    from muown_train.build import Run
+    from muown_train.status import Outcome
+
+FAILED, WRONG, GAVE_UP, INTERRUPTED = 1, 2, 3, 130
+
+
+class Failed(Exception):
+    """Training failed in a way that one sentence tells."""
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """What a user can cause ends with one sentence and exit status 1; with MUOWN_TRACEBACK=1 where it came from."""
+    """What a user can cause ends with one sentence; with MUOWN_TRACEBACK=1 with where it came from."""
     try:
         yield
     except KeyboardInterrupt:
-        sys.exit("interrupted; the same command goes on from the last checkpoint")
-    except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
+        leave("interrupted; the same command goes on from the last checkpoint", INTERRUPTED)
+    except (ValueError, OSError, HydraException, OmegaConfBaseException, Failed) as error:
         if os.environ.get("MUOWN_TRACEBACK") == "1":
             raise
-        rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-        sys.exit(f"{rank}error: {one_sentence(error, [word for word in sys.argv[1:] if not word.startswith('-')])}")
+        sentence = one_sentence(error, [word for word in sys.argv[1:] if not word.startswith("-")])
+        leave(f"error: {sentence}", FAILED if isinstance(error, Failed | ConnectionError) else WRONG)
+
+
+def leave(sentence: str, status: int) -> NoReturn:
+    """Say why, on standard error, and end."""
+    rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+    print(f"{rank}{sentence}", file=sys.stderr, flush=True)
+    sys.exit(status)
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="train")
@@ -39,32 +65,44 @@ def train(config: DictConfig) -> None:
     from muown_train.build import build
     from muown_train.distributed import world
     from muown_train.report import finish
+    from muown_train.status import GaveUp
 
     chosen = HydraConfig.get()
     # Hydra reports what leaves this function in its own words, but lets an exit pass
-    with explained(), world() as here:
+    with redacted_tracebacks(), explained(), world() as here:
         check_overrides(chosen.overrides.task)
+        if OmegaConf.is_list(config.trust):
+            check_trust(config.trust, chosen.overrides.task)
         if here.size > 1 and chosen.mode == RunMode.MULTIRUN:
             raise ValueError(
                 "--multirun trains one job after the other in one process: under torchrun start each alone"
             )
         name = run_name(chosen.runtime.choices, list(chosen.overrides.task), config.seed)
-        run = build(config, name, here)
         try:
-            already = run.resume()
-            train_to_the_end(run.trainer)
+            run = build(config, name, here)
+        except GaveUp as error:
+            leave(str(error), GAVE_UP)
+        try:
+            before = run.resume()
+            outcome = before or trained(run)
             if here.is_main:
-                finish(run, already)
+                finish(run, outcome, already=before is not None)
         finally:
             run.close()
 
 
-def train_to_the_end(trainer: "Trainer") -> None:
-    """Fit; a ValueError is no longer the user's from here on and keeps its traceback."""
+def trained(run: "Run") -> "Outcome":
+    """Train; from here on an error is no longer a wrong setting, and a ValueError keeps its traceback."""
+    import torch
+
     try:
-        trainer.fit()
+        return run.train()
+    except OSError as error:
+        raise Failed(one_sentence(error, [])) from error
     except ValueError as error:
-        raise RuntimeError(f"training failed after update {trainer.step}") from error
+        raise RuntimeError(f"training failed after update {run.trainer.step}") from error
+    except torch.OutOfMemoryError as error:
+        raise Failed(f"{str(error).splitlines()[0]} Lower micro_batch, now {run.config.micro_batch}") from error
 
 
 def main() -> None:

@@ -1,34 +1,32 @@
 """Checkpoints: tensors in safetensors, everything else in JSON, complete or absent, for any number of ranks.
 
 A checkpoint is the union of what the ranks hold under names such as `model/blocks.0.mlp.out.weight` or
-`optimizer/blocks.0.mlp.out.weight/momentum_buffer`; what several ranks hold is written by the first of them.
-
-    checkpoints/step-00000200/
-        rank-00000.safetensors  rank-00000.json    what a rank wrote
-        index.json                                 step, and size and SHA-256 of every other file
+`optimizer/blocks.0.mlp.out.weight/momentum_buffer`; what several ranks hold is written by the first of them. Training
+pauses for a copy to host memory; each rank's thread writes its part while training goes on (checkpoint_files.py).
 
 It is written beside its final place, fsynced and renamed. A checkpoint whose files do not match its index is named,
 set aside as `damaged-…` and never deleted; the one before it is used. Nothing is unpickled.
+
+Not torch.distributed.checkpoint: of its writers FileSystemWriter pickles its metadata, and HuggingFaceStorageWriter,
+for safetensors, writes what is no tensor as torch.save pickled it, keeps no checksums and does not say who wrote what.
 """
 
-import hashlib
+import copy
 import json
-import os
+import math
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from muown_train import checkpoint_files as files
 from muown_train.distributed import World
-from muown_train.files import sync
 from muown_train.optim.param_roles import canonical_name
-
-FORMAT = 1  # of the folder and of index.json
 
 State = dict[str, Any]  # nested; keys are strings without "/", leaves tensors or JSON
 
@@ -54,14 +52,17 @@ def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def unflatten(flat: Mapping[str, Any]) -> State:
-    """The inverse of `flatten`."""
+    """The inverse of `flatten`, also of a union in which some have an empty dictionary where others have content."""
     state: State = {}
     for path, value in flat.items():
         *parents, key = path.split("/")
         node = state
         for parent in parents:
             node = node.setdefault(parent, {})
-        node[key] = value
+        if isinstance(value, Mapping):  # an empty one
+            node.setdefault(key, {})
+        else:
+            node[key] = value
     return state
 
 
@@ -122,43 +123,110 @@ def _same_names(what: str, found: Mapping[str, Any], expected: Mapping[str, Any]
             raise ValueError(f"{what}: {', '.join(sorted(extra)[:3])} {side}; this is another model or optimizer")
 
 
+class _Writing(threading.Thread):
+    """A checkpoint on its way to the disk: this rank's part of it.
+
+    A daemon, so that a program that ends does not wait for the disk: what was not published is absent.
+    """
+
+    def __init__(self, index: dict[str, Any], final: Path, write: Callable[[], files.Files]) -> None:
+        super().__init__(name=f"writes {final.name}", daemon=True)
+        self.index, self.final, self.write = index, final, write
+        self.written: files.Files = {}
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self.written = self.write()
+        except Exception as error:  # all ranks are to hear of it
+            self.error = error
+
+    def result(self) -> files.Files:
+        """What was written, once the thread has ended."""
+        if self.error:
+            raise OSError(str(self.error)) from self.error
+        return self.written
+
+
 class Checkpoints:
     """The checkpoints of one run.
 
     Args:
         folder: where they are; made when the first is written.
-        keep: how many of the newest stay.
+        keep: how many of the newest stay, at least 1; the disk needs room for one more.
+        keep_every: those stay too whose step is a multiple of this.
+        keep_best: the one with the lowest validation loss stays too.
         warn: called with a sentence for the user.
+        about: what the run is, in JSON; stored with each checkpoint and given back by `about_newest`.
     """
 
-    def __init__(self, folder: Path, world: World, keep: int = 2, warn: Callable[[str], None] = print) -> None:
-        self.folder, self.world, self.keep, self.warn = folder, world, keep, warn
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        keep: int = 2,
+        keep_every: int | None = None,
+        keep_best: bool = False,
+        warn: Callable[[str], None] = print,
+        about: dict[str, Any] | None = None,
+    ) -> None:
+        self.folder, self.world, self.warn, self.about = folder, world, warn, about or {}
+        self.keep, self.keep_every, self.keep_best = keep, keep_every, keep_best
+        self._copy = files.HostCopy(world.device)
+        self._writing: _Writing | None = None
+        self._removing: threading.Thread | None = None  # what need not stay
 
-    def save(self, step: int, state: Mapping[str, Stateful]) -> None:
-        """Write the checkpoint of a step; a collective call.
+    def save(self, step: int, state: Mapping[str, Stateful], loss: float | None = None, wait: bool = False) -> None:
+        """Copy a step's state and begin to write it; a collective call. Without effect where the step is saved already.
+
+        An earlier save is settled first; if it failed the user is warned, and this one counts.
+
+        Args:
+            loss: validation loss of this very step.
+            wait: return when it is published.
 
         Raises:
-            OSError: on every rank, if any rank could not write; the earlier checkpoints are as they were.
+            OSError: on every rank, if any rank cannot write; the earlier checkpoints are as they were.
         """
-        final, partial = self.folder / f"step-{step:08d}", self.folder / f"partial-step-{step:08d}"
-        if self.world.gather(final.exists())[0]:
-            return
+        self._settle_or_warn()
+        final = self.folder / f"step-{step:08d}"
         flat = flatten({name: stateful.state_dict() for name, stateful in state.items()})
-        keys_of_ranks = self.world.gather(sorted(flat))
-        written_before = set().union(*keys_of_ranks[: self.world.rank])
+        begun = self._attempt(lambda: (self._begin(final), sorted(flat)))
+        if not begun[0][0]:
+            return
+        written_before = set().union(*(keys for _, keys in begun[: self.world.rank]))
         mine = {key: value for key, value in flat.items() if key not in written_before}
-        main = self.world.is_main
-        try:
-            self._attempt(lambda: _fresh(partial) if main else None)
-            files = self._attempt(lambda: _write_rank(partial, self.world.rank, mine))
-            index = {"format": FORMAT, "step": step, "files": {k: v for part in files for k, v in part.items()}}
-            self._attempt(lambda: _publish(partial, final, index) if main else None)
-        except OSError:
-            if main:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
-        if main:
-            self._prune()
+        tensors = {key: value for key, value in mine.items() if isinstance(value, Tensor)}
+        rest = json.dumps({key: value for key, value in mine.items() if key not in tensors}).encode()
+        head, data = self._copy.take(tensors)
+        index = {
+            "format": files.FORMAT,
+            "step": step,
+            "valid_loss": loss if loss is not None and math.isfinite(loss) else None,
+            "about": copy.deepcopy(self.about),
+        }
+        partial, rank = files.partial_name(final), self.world.rank
+        self._writing = _Writing(index, final, lambda: files.write_rank(partial, rank, head, data, rest))
+        self._writing.start()
+        if wait:
+            self.settle(wait=True)
+
+    def settle(self, wait: bool = False) -> bool:
+        """Publish what all ranks have written; a collective call, without communication when nothing is pending.
+
+        Args:
+            wait: until all have written.
+
+        Returns:
+            Whether nothing is pending any more.
+
+        Raises:
+            OSError: on every rank, if any could not write. Nothing is pending then, and earlier checkpoints stay.
+        """
+        settled = self._writing is None or self._published(self._writing, wait)
+        if wait and self._removing:
+            self._removing.join()
+        return settled
 
     def load(self, state: Mapping[str, Stateful]) -> int | None:
         """Load the newest undamaged checkpoint into `state`; its step, or None without any. A collective call.
@@ -177,27 +245,65 @@ class Checkpoints:
     def read(self) -> tuple[int, dict[str, Any]] | None:
         """Step and flat content of the newest undamaged checkpoint. A collective call.
 
+        A save that is pending is settled first, as by `save`.
+
         Raises:
             ValueError: on every rank, if there are checkpoints but none that can be used.
         """
+        self._settle_or_warn()
         newest, error = self.world.gather(self._newest() if self.world.is_main else (None, None))[0]
         if error:
             raise ValueError(error)
         if newest is None:
             return None
-        index = json.loads((self.folder / newest / "index.json").read_text())
+        index = json.loads((self.folder / newest / files.INDEX).read_text())
         flat: dict[str, Any] = {}
         for file in index["files"]:
             path = self.folder / newest / file
             flat |= json.loads(path.read_text()) if path.suffix == ".json" else load_file(path)
         return index["step"], flat
 
+    def _begin(self, final: Path) -> bool:
+        """Make the folder to write to, on the main rank; False where the checkpoint exists."""
+        if self.world.is_main:
+            if final.exists():
+                return False
+            files.fresh(files.partial_name(final))
+        return True
+
+    def _published(self, writing: _Writing, wait: bool) -> bool:
+        """The work of `settle`."""
+        if wait:
+            writing.join()
+        elif not all(self.world.gather(not writing.is_alive())):
+            return False
+        self._writing = None
+        main, partial = self.world.is_main, files.partial_name(writing.final)
+        try:
+            parts = self._attempt(writing.result)
+            index = {**writing.index, "files": {name: file for part in parts for name, file in part.items()}}
+            self._attempt(lambda: files.publish(partial, writing.final, index) if main else None)
+        except OSError:
+            if main:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        if main:
+            self._removing = files.prune(self.folder, self.keep, self.keep_every, self.keep_best, self.warn)
+        return True
+
+    def _settle_or_warn(self) -> None:
+        try:
+            self.settle(wait=True)
+        except OSError as error:
+            if self.world.is_main:
+                self.warn(f"the last checkpoint is lost: {error}")
+
     def _newest(self) -> tuple[str | None, str | None]:
         """Name of the newest undamaged checkpoint, or why there is none although there were some."""
-        for folder in sorted(self.folder.glob("step-*"), reverse=True):
+        for folder in files.newest_first(self.folder):
             try:
-                fault = _fault(folder)
-            except _OtherFormat as error:
+                fault = files.fault(folder)
+            except files.OtherFormat as error:
                 return None, str(error)
             if fault is None:
                 return folder.name, None
@@ -216,7 +322,7 @@ class Checkpoints:
         """Results of all ranks, or one OSError on all of them: no rank waits for one that failed."""
         try:
             result, error = action(), None
-        except (OSError, SafetensorError) as exception:
+        except OSError as exception:
             result, error = None, f"cannot write a checkpoint to {self.folder}: {exception}"
         results = self.world.gather((result, error))
         errors = [error for _, error in results if error]
@@ -224,71 +330,12 @@ class Checkpoints:
             raise OSError(errors[0])
         return [result for result, _ in results]
 
-    def _prune(self) -> None:
-        for old in sorted(self.folder.glob("step-*"))[: -self.keep]:
-            shutil.rmtree(old, ignore_errors=True)
 
-
-def _fresh(folder: Path) -> None:
-    for leftover in folder.parent.glob("partial-step-*"):
-        shutil.rmtree(leftover)
-    folder.mkdir(parents=True)
-
-
-def _write_rank(folder: Path, rank: int, flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Write one rank's part; {file name: {"bytes", "sha256"}}."""
-    tensors = {key: value for key, value in flat.items() if isinstance(value, Tensor)}
-    rest = {key: value for key, value in flat.items() if key not in tensors}
-    files = {}
-    if tensors:
-        path = folder / f"rank-{rank:05d}.safetensors"
-        # copies: safetensors refuses tensors that share memory, as views of one buffer do
-        save_file({key: value.detach().to("cpu", copy=True).contiguous() for key, value in tensors.items()}, path)
-        files[path.name] = _seal(path)
-    if rest:
-        path = folder / f"rank-{rank:05d}.json"
-        path.write_text(json.dumps(rest))
-        files[path.name] = _seal(path)
-    return files
-
-
-def _seal(path: Path) -> dict[str, Any]:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
-
-
-def _publish(partial: Path, final: Path, index: Mapping[str, Any]) -> None:
-    path = partial / "index.json"
-    path.write_text(json.dumps(index, indent=1))
-    _seal(path)
-    sync(partial)
-    partial.rename(final)
-    sync(final.parent)
-
-
-class _OtherFormat(Exception):
-    """A checkpoint of another version of the program, which is no damage."""
-
-
-def _fault(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
-    try:
-        index = json.loads((folder / "index.json").read_text())
-        if index["format"] != FORMAT:
-            raise _OtherFormat(f"{folder} has format {index['format']}, this version of the program reads {FORMAT}")
-        for name, expected in index["files"].items():
-            path = folder / name
-            if path.parent != folder:
-                return f"index.json names {name}"
-            if not path.exists():
-                return f"{name} is missing"
-            if path.stat().st_size != expected["bytes"]:
-                return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
-                    return f"{name} has another SHA-256 than when it was written"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"index.json cannot be used: {error}"
+def about_newest(folder: Path) -> dict[str, Any] | None:
+    """`about` of the newest checkpoint whose index can be read; None without one. Not collective."""
+    for path in files.newest_first(folder):
+        index = files.read_index(path)
+        if index is not None:
+            about = index.get("about")
+            return about if isinstance(about, dict) else {}
     return None

@@ -12,6 +12,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+from muown_train.secrets import redacted
+
 _PACKAGE = Path(__file__).resolve().parent
 # installed from a wheel the files lie in the package, in a checkout beside it
 CONFIG_DIR = next(
@@ -25,12 +27,19 @@ _NOT_IN_NAME = (
     "tracking",
     "log_every",
     "keep_checkpoints",
+    "keep_every",
+    "keep_best",
+    "on_save_error",
+    "time_limit",
+    "give_up_after",
+    "check_every",
     "sample_tokens",
     "shard_optimizer",
     "workers",
+    "trust",
     "hydra",
 )
-_LONGEST_NAME = 120
+_LONGEST_NAME = 120  # of those made here; a file system allows 255
 _NAME = "A-Za-z0-9._=+,-"  # what a run's name may consist of
 
 
@@ -58,7 +67,7 @@ def run_name(choices: Mapping[str, Any], overrides: list[str], seed: int) -> str
             settings[key] = f"{value:g}" if isinstance(value, float) else override.get_value_element_as_str()
     parts = [choices["model"], choices["optim"], *(f"{k}={v}" for k, v in sorted(settings.items())), f"seed={seed}"]
     full = "-".join(map(str, parts))
-    name = re.sub(f"[^{_NAME}]+", "_", full)
+    name = re.sub(f"[^{_NAME}]+", "_", redacted(full))
     if name != full or len(name) > _LONGEST_NAME:  # something was lost: a digest keeps names apart
         name = f"{name[:_LONGEST_NAME]}-{hashlib.sha256(full.encode()).hexdigest()[:8]}"
     return name
@@ -70,13 +79,31 @@ def check_name(name: Any) -> str:
     Raises:
         ValueError: it is no plain folder name.
     """
-    if not re.fullmatch(f"[{_NAME}]+", str(name)) or str(name)[0] in ".-":
-        raise ValueError(f"name={name!r} must be a plain folder name of letters, digits and . _ = + , -")
+    if not re.fullmatch(f"[{_NAME}]{{1,200}}", str(name)) or str(name)[0] in ".-":
+        shown = repr(name) if len(str(name)) <= 200 else f"{str(name)[:40]!r}… ({len(str(name))} characters)"
+        raise ValueError(f"name={shown} must be a plain folder name of up to 200 letters, digits and . _ = + , -")
     return str(name)
 
 
+def run_folder(out: str, name: str) -> Path:
+    """The folder of a run, OUT/NAME, there or not; nothing in it leads out of it, or files elsewhere would change.
+
+    Raises:
+        ValueError: `check_name`; or it, or an entry of it or of its checkpoints, is a symbolic link.
+    """
+    folder = Path(out) / check_name(name)
+    for path in (folder, *folder.glob("*"), *folder.glob("checkpoints/*"), *folder.glob("checkpoints/*/*")):
+        if path.is_symlink():
+            raise ValueError(f"{path} is a symbolic link: replace it by what it links to, or give another name or out")
+    return folder
+
+
 def one_sentence(error: BaseException, overrides: list[str]) -> str:
-    """What went wrong, for a person: unwrapped from Hydra's layers, with the nearest name that exists."""
+    """What went wrong, for a person: unwrapped from Hydra's layers, with the nearest name that exists, no secrets."""
+    return redacted(_sentence(error, overrides))
+
+
+def _sentence(error: BaseException, overrides: list[str]) -> str:
     text = str(error)
     groups = _groups()
     for override in overrides:
@@ -109,6 +136,22 @@ def check_overrides(overrides: Iterable[str]) -> None:
     for override in overrides:
         if override.startswith("~"):
             raise ValueError(f"{override}: settings cannot be removed, give another value")
+
+
+def check_trust(trust: Iterable[str], overrides: Iterable[str]) -> None:
+    """Refuse names to trust that a file brought along: only who runs the program can tell what code is theirs.
+
+    Args:
+        trust: of the composed configuration.
+        overrides: of the command line.
+
+    Raises:
+        ValueError: naming those that the command line does not give.
+    """
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    given = [override.value() for override in parsed if override.key_or_group == "trust"]
+    if list(trust) != (given[-1] if given else []):
+        raise ValueError(f"trust={list(trust)} counts only on the command line, which has trust={given}")
 
 
 def _groups() -> dict[str, list[str]]:

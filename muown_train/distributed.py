@@ -4,16 +4,20 @@ Started by torchrun (or anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_
 are GPUs, gloo elsewhere. Without these variables it is a world of one, and nothing is initialised.
 """
 
+import inspect
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from muown_train.liveness import LOST_AFTER, Liveness, explained_loss, watch
 
 
 @dataclass(frozen=True)
@@ -23,10 +27,29 @@ class World:
     rank: int
     size: int
     device: torch.device
+    liveness: Liveness | None = field(default=None, compare=False, repr=False)
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def reached(self, update: int) -> None:
+        """Note how many updates are done, for the message if a rank is lost."""
+        if self.liveness:
+            self.liveness.update = update
+
+    def on_main(self, action: Callable[[], Any]) -> Any:
+        """The result of an action of the main rank, on every rank; what it raises as well."""
+        result: tuple[Any, Exception | None] = (None, None)
+        if self.is_main:
+            try:
+                result = action(), None
+            except Exception as raised:  # no rank waits for one that failed
+                result = None, raised
+        value, error = self.gather(result)[0]
+        if error:
+            raise error
+        return value
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over ranks, in place; values on any device."""
@@ -45,20 +68,45 @@ class World:
         return values
 
 
+def replicated(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model under DDP; its buffers are constants and need no synchronisation."""
+    names = inspect.signature(DistributedDataParallel).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"  # since, before 2.13
+    devices = [device] if device.type == "cuda" else None
+    options: dict[str, Any] = {buffers: False}
+    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **options)
+
+
 @contextmanager
-def world(timeout: timedelta = timedelta(minutes=30)) -> Iterator[World]:
-    """The world that the environment describes; the process group lives as long as the context."""
+def world(timeout: timedelta = timedelta(minutes=30), lost_after: float = LOST_AFTER) -> Iterator[World]:
+    """The world that the environment describes; the process group lives as long as the context.
+
+    With several ranks, one that is lost ends the others with the reason (see `liveness`).
+
+    Args:
+        timeout: of a collective. A rank that is alive may be this late, waiting for its data for example.
+        lost_after: seconds of silence after which a rank is lost.
+
+    Raises:
+        ConnectionError: a collective failed because another rank's process went, and it is not known which.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+    here = World(rank, size, device)
     if size == 1:
-        yield World(rank, size, device)
+        yield here
         return
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     try:
-        yield World(rank, size, device)
+        with watch(rank, here.gather, lost_after) or nullcontext() as watching:
+            yield replace(here, liveness=watching)
+    except RuntimeError as error:
+        if explanation := explained_loss(error):
+            raise ConnectionError(explanation) from error
+        raise
     finally:
         dist.destroy_process_group()

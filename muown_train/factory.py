@@ -1,29 +1,116 @@
-"""A section of the configuration -> a callable with its settings checked against the signature that they are for."""
+"""A section of the configuration -> a callable with its settings checked against the signature that they are for.
 
+A configuration may come from a stranger, with a run's folder or an experiment file. So `_target_` names only what
+ALLOWED lists, or what the person who runs the program trusts, and that is looked up before anything is imported.
+"""
+
+import importlib
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from hydra.utils import instantiate
-
 from muown_train.config import nearest
 
+_TORCH = "Adadelta Adafactor Adagrad Adam Adamax AdamW ASGD Muon NAdam RAdam RMSprop Rprop SGD"
+_OURS = "Lion Muon Muown MuownSign NorMuon NorMuown SOAP"
+ALLOWED = frozenset(
+    {
+        "muown_train.models.gpt.GPT",
+        *(f"muown_train.optim.{name}" for name in _OURS.split()),
+        *(f"torch.optim.{name}" for name in _TORCH.split()),
+        "muown_train.data.hub_source.hub_stream",
+        "muown_train.data.shards.shards",
+        "muown_train.data.sources.files",
+        "muown_train.data.sources.stdlib",
+        "muown_train.schedule.constant",
+        "muown_train.schedule.cosine",
+        "muown_train.schedule.wsd",
+        "muown_train.tensorboard_sink.TensorBoardSink",
+        "muown_train.wandb_sink.WandbSink",
+    }
+)
 
-def factory(settings: Mapping[str, Any], section: str, given: Iterable[str] = ()) -> partial[Any]:
+
+def factory(
+    settings: Mapping[str, Any], section: str, given: Iterable[str] = (), trust: Sequence[str] = ()
+) -> partial[Any]:
     """The `_target_` among settings with the others as its arguments.
+
+    A mapping inside that has a `_target_` of its own is called for its value, or with `_partial_: true` becomes a
+    callable. Of settings with interpolations, such as `${seed}`, give the resolved values.
 
     Args:
         section: what messages call the settings, such as `optim.rest`.
         given: arguments that come from the program and cannot be set.
+        trust: targets that are allowed besides ALLOWED. Never take them from a stored configuration.
 
     Raises:
-        ValueError: see `check_settings`.
+        ValueError: a target that is not allowed or does not exist; and see `check_settings`.
     """
-    made: partial[Any] = instantiate({**settings, "_partial_": True, "_convert_": "all"})
+    check_targets(settings, section, trust)  # all of them before the first is imported
+    made = _callable(settings, section)
     check_settings(made.keywords, made, section, given)
     return made
+
+
+def check_targets(settings: Any, section: str, trust: Sequence[str] = ()) -> None:
+    """Refuse targets that are not allowed, at any depth.
+
+    Raises:
+        ValueError: naming the target and where it stands.
+    """
+    inner: Iterable[tuple[Any, Any]] = ()
+    if isinstance(settings, Mapping):
+        inner = settings.items()
+        target = settings.get("_target_")
+        if "_target_" in settings and not (isinstance(target, str) and (target in ALLOWED or target in trust)):
+            raise ValueError(
+                f"{section}._target_={target!r} is not among what a configuration may name"
+                f"{nearest(str(target), ALLOWED)}: if it is code you trust, give trust=[{target}] on the command line"
+            )
+    elif isinstance(settings, list | tuple):
+        inner = enumerate(settings)
+    for key, value in inner:
+        check_targets(value, f"{section}.{key}", trust)
+
+
+def _callable(settings: Any, section: str) -> partial[Any]:
+    if not isinstance(settings, Mapping) or "_target_" not in settings:
+        raise ValueError(f"{section} has no _target_: it must name the class or function that it is for")
+    # a key of another type than str, as YAML allows, is no setting of anything: `check_settings` says so
+    arguments = {str(k): _value(v, f"{section}.{k}") for k, v in settings.items() if k not in ("_target_", "_partial_")}
+    return partial(_imported(settings["_target_"], section), **arguments)
+
+
+def _value(value: Any, section: str) -> Any:
+    """A setting as its target shall get it."""
+    if isinstance(value, list | tuple):
+        return [_value(item, f"{section}.{i}") for i, item in enumerate(value)]
+    if not isinstance(value, Mapping):
+        return value
+    if "_target_" not in value:
+        return {key: _value(item, f"{section}.{key}") for key, item in value.items()}
+    made = _callable(value, section)
+    check_settings(made.keywords, made, section)
+    if value.get("_partial_", False) is True:
+        return made
+    try:
+        return made()
+    except TypeError as error:
+        raise ValueError(f"{section} cannot be made: {error}") from error
+
+
+def _imported(target: str, section: str) -> Callable[..., Any]:
+    module, _, name = target.rpartition(".")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{section}._target_={target} cannot be imported: {error}") from None
+    if not callable(found):
+        raise ValueError(f"{section}._target_={target} is no class or function")
+    return found
 
 
 def check_settings(settings: Any, target: partial[Any], section: str, given: Iterable[str] = ()) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 from muown_train.distributed import World
@@ -19,6 +20,7 @@ from muown_train.files import replace
 from muown_train.hardware import device_name
 from muown_train.optim import Combined
 from muown_train.optim.base import MatrixOptimizer
+from muown_train.secrets import redacted_tree
 from muown_train.trainer import Settings
 
 _PACKAGES = ("muown-train", "torch", "numpy", "tiktoken", "tokenizers", "datasets", "safetensors", "hydra-core")
@@ -60,13 +62,15 @@ def groups(optimizer: Combined) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, config: str, facts: Mapping[str, Any]) -> None:
-    """config.yaml and manifest.json in a run's folder.
+    """config.yaml and manifest.json in a run's folder, with *** in place of secrets.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    replace(folder / "config.yaml", config.encode())
-    replace(folder / "manifest.json", (json.dumps(facts, indent=1) + "\n").encode())
+    # not in the text itself: *** would have to be in quotes there
+    settings = redacted_tree(OmegaConf.to_container(OmegaConf.create(config)))
+    replace(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(settings)).encode())
+    replace(folder / "manifest.json", (json.dumps(redacted_tree(facts), indent=1) + "\n").encode())
 
 
 def show(facts: Mapping[str, Any], folder: Path) -> None:

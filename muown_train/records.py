@@ -1,25 +1,24 @@
-"""What a run writes down: metrics.jsonl is the record; the terminal and W&B are sinks that see the same lines.
+"""What a run writes down: metrics.jsonl is the record; the terminal, W&B and TensorBoard are sinks of the same lines.
 
-Only the main rank has records. A line is a flat JSON object with `step`, the number of updates done.
+Only the main rank has records. A line is a flat JSON object with `step`, the number of updates done (0 before the
+first), and `tokens`, those trained on so far.
 """
 
 import json
 import math
-import sys
-import time
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
-from muown_train.files import replace
+from muown_train.files import replace, sync
 
 Line = dict[str, Any]
 
-_VALID = ("valid/loss", "valid/perplexity", "train/skipped_updates")
-
 
 class Sink(Protocol):
-    """Something that is shown every line of metrics."""
+    """Something that is shown every line of metrics. Lines belong to all sinks: none changes them."""
 
     def start(self, folder: Path, config: Mapping[str, Any], steps: int) -> None: ...
 
@@ -29,148 +28,151 @@ class Sink(Protocol):
 
 
 class Metrics:
-    """metrics.jsonl in a run's folder: whole lines, each step once."""
+    """The record of a run in its folder.
+
+    metrics.jsonl               a line for every update, each step once
+    metrics.rolled_back.jsonl   lines of updates that were lost or taken back, and broken ones; some may be there twice
+    events.jsonl                what happened besides, such as skipped updates; never taken back
+
+    What has been appended is with the system and survives the process, however it ends. A power cut may take what came
+    after the last `sync`, usually the lines of the last half minute: the system writes them when it likes.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.jsonl"
+        self._lines, self._events = WholeLines(self.path), WholeLines(folder / "events.jsonl")
 
     def append(self, lines: Iterable[Line]) -> None:
-        """Write lines at once and hand them to the system."""
-        text = "".join(json.dumps(_finite(line)) + "\n" for line in lines)
-        with self.path.open("a") as file:
-            file.write(text)
+        """Write lines at once.
+
+        Raises:
+            OSError: they cannot be written now. The file is as before; they, and events that wait, will be written,
+                in order, by the next call that can.
+        """
+        self._lines.waiting += map(_encoded, lines)
+        self._lines.write()
+        self._events.write()
+
+    def event(self, facts: Mapping[str, Any]) -> None:
+        """Write a line to events.jsonl; one that cannot be written now waits for the next event or `append`."""
+        self._events.waiting.append(_encoded(facts))
+        with suppress(OSError):  # the next `append` says it
+            self._events.write()
+
+    def sync(self) -> None:
+        """Wait until the lines written so far are on the disk, as before a checkpoint that must not outlast them."""
+        for path in (self.path, self._events.path):
+            if path.exists():
+                sync(path)
 
     def rewind(self, step: int) -> None:
-        """Move the lines after `step`, and any broken one, to metrics.rolled_back.jsonl; nothing is deleted."""
-        if not self.path.exists():
-            return
-        kept: list[str] = []
-        rolled_back: list[str] = []
-        for text in self.path.read_text(errors="replace").splitlines(keepends=True):
-            (kept if _step(text) <= step else rolled_back).append(text if text.endswith("\n") else text + "\n")
-        if not rolled_back:
-            return
-        with self.path.with_name("metrics.rolled_back.jsonl").open("a") as file:
-            file.writelines(rolled_back)
-        replace(self.path, "".join(kept).encode())
+        """Move the lines after `step`, and any broken or repeated one, to metrics.rolled_back.jsonl.
+
+        Nothing is deleted: the lines are on the disk there before they leave metrics.jsonl.
+
+        Raises:
+            OSError: a file cannot be written; metrics.jsonl is as before.
+        """
+        content = self.path.read_bytes() if self.path.exists() else b""
+        kept: list[bytes] = []
+        moved: list[bytes] = []
+        last = -math.inf
+        for text in (*content.split(b"\n"), *(text.rstrip(b"\n") for text in self._lines.waiting)):
+            line = _parsed(text)
+            if line is not None and last < line["step"] <= step:
+                kept.append(text + b"\n")
+                last = line["step"]
+            elif text:
+                moved.append(text + b"\n")
+        if moved:
+            rolled_back = WholeLines(self.path.with_name("metrics.rolled_back.jsonl"))
+            rolled_back.waiting = moved
+            rolled_back.write()
+            sync(rolled_back.path)
+        if (whole := b"".join(kept)) != content:
+            replace(self.path, whole)
+        self._lines.waiting.clear()
 
     def read(self) -> list[Line]:
-        """All lines."""
-        return read_metrics(self.path) if self.path.exists() else []
+        """All lines, those that wait too."""
+        written = read_metrics(self.path) if self.path.exists() else []
+        return written + [json.loads(text) for text in self._lines.waiting]
+
+
+class WholeLines:
+    """A file of JSON lines, all of them whole. `waiting` are encoded lines, with their ends, that are to be written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.waiting = path, list[bytes]()
+
+    def write(self) -> None:
+        """Write all that waits, or nothing.
+
+        Raises:
+            OSError: it is impossible now; all go on to wait.
+        """
+        if not self.waiting:
+            return
+        end = None
+        try:
+            with self.path.open("a+b", buffering=0) as file:
+                end = _mended(file)
+                rest = memoryview(b"".join(self.waiting))
+                while rest:
+                    rest = rest[file.write(rest) :]
+        except OSError as error:
+            if end is not None:
+                with suppress(OSError):  # then the next call mends it
+                    os.truncate(self.path, end)
+            count = f"{len(self.waiting)} line{'s' * (len(self.waiting) > 1)}"
+            raise OSError(f"{self.path}: {error.strerror or error}; {count} will be written when it can be") from error
+        self.waiting.clear()
+
+
+def _mended(file: BinaryIO) -> int:
+    """The end of a file of which a kill may have left a part of a line, that part cut off; the file stands there."""
+    end = file.seek(0, os.SEEK_END)
+    if end:
+        file.seek(end - 1)
+        if file.read() != b"\n":
+            file.seek(0)
+            content = file.read()
+            end = content.rfind(b"\n") + 1
+            file.truncate(end)
+            if _is_json(content[end:]):  # only its end was missing
+                file.write(content[end:] + b"\n")
+                end = len(content) + 1
+    return end
 
 
 def read_metrics(path: Path) -> list[Line]:
-    """The lines of a metrics.jsonl; a last line that was cut off is left out."""
-    return [json.loads(text) for text in path.read_text(errors="replace").splitlines() if _step(text) < math.inf]
+    """The lines of a metrics.jsonl; a line that was cut off is left out."""
+    return [line for text in path.read_bytes().split(b"\n") if (line := _parsed(text)) is not None]
 
 
-def _step(text: str) -> float:
+def _parsed(text: bytes) -> Line | None:
+    """A line of metrics, if it is one."""
     try:
-        return float(json.loads(text)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        line = json.loads(text)
+        return line if isinstance(line, dict) and math.isfinite(line["step"]) else None
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return None
 
 
-def _finite(line: Line) -> Line:
-    """NaN and infinities as strings: JSON has none."""
-    return {
+def _is_json(text: bytes) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+def _encoded(line: Mapping[str, Any]) -> bytes:
+    """A line as bytes; NaN and infinities as strings: JSON has none."""
+    finite = {
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in line.items()
     }
-
-
-class PlainConsole:
-    """A line of text now and then, for logs.
-
-    Args:
-        every: least seconds between two lines; lines with a validation loss are always printed.
-    """
-
-    def __init__(self, every: float = 10.0) -> None:
-        self.every, self.printed = every, -math.inf
-
-    def start(self, folder: Path, config: Mapping[str, Any], steps: int) -> None:
-        self.steps = steps
-
-    def lines(self, lines: Sequence[Line]) -> None:
-        for line in lines:
-            due = line is lines[-1] and time.monotonic() - self.printed >= self.every
-            if due or "valid/loss" in line:
-                print(describe(line, self.steps), flush=True)
-                self.printed = time.monotonic()
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        pass
-
-
-class LiveConsole:
-    """A progress line that stays at the bottom of a terminal; lines with a validation loss scroll up above it."""
-
-    def start(self, folder: Path, config: Mapping[str, Any], steps: int) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self.steps = steps
-        self.progress = Progress(
-            TextColumn("{task.completed}/{task.total}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            TextColumn("[dim]left {task.fields[left]}"),
-        )
-        self.task = self.progress.add_task("starting", total=steps, left="?")
-        self.progress.start()
-
-    def lines(self, lines: Sequence[Line]) -> None:
-        for line in lines:
-            if "valid/loss" in line or "train/skipped_updates" in line:
-                short = {key: line[key] for key in ("step", "train/loss", *_VALID) if key in line}
-                self.progress.console.print(describe(short, self.steps), highlight=False)
-        last = lines[-1]
-        if "train/loss" in last:
-            speed = last.get("system/tokens_per_second")
-            self.progress.update(
-                self.task,
-                completed=last["step"],
-                description=f"loss {last['train/loss']:.3f}" + (f"  {speed:,.0f} tokens/s" if speed else ""),
-                left=duration(last["system/seconds_left"]) if "system/seconds_left" in last else "?",
-            )
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        self.progress.stop()
-
-
-def console() -> Sink:
-    """Live on a terminal, plain elsewhere."""
-    return LiveConsole() if sys.stdout.isatty() else PlainConsole()
-
-
-def describe(line: Line, steps: int) -> str:
-    """One line of metrics as a sentence for people."""
-    parts = [f"step {line['step']:>{len(str(steps))}}/{steps}"]
-    if "train/loss" in line:
-        parts.append(f"loss {line['train/loss']:.4f}")
-    if "valid/loss" in line:
-        parts.append(f"validation loss {line['valid/loss']:.4f} (perplexity {line['valid/perplexity']:.2f})")
-    if "train/skipped_updates" in line:
-        parts.append(f"{line['train/skipped_updates']} UPDATES SKIPPED: gradients not finite")
-    if "train/lr" in line:
-        parts.append(f"lr {line['train/lr']:.2e}")
-    if "train/grad_norm" in line:
-        parts.append(f"gradient norm {line['train/grad_norm']:.3f}")
-    if "system/tokens_per_second" in line:
-        parts.append(f"{line['system/tokens_per_second']:,.0f} tokens/s")
-    if "system/mfu" in line:
-        parts.append(f"MFU {line['system/mfu']:.1%}")
-    if "system/seconds_left" in line:
-        parts.append(f"{duration(line['system/seconds_left'])} left")
-    return "  ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """90 -> "1m30s"."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+    return (json.dumps(finite) + "\n").encode()
 
 
 def plot_losses(lines: Sequence[Line], path: Path, title: str, unigram: float | None = None) -> None:

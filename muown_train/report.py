@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from muown_train.build import Run
+from muown_train.console import duration
 from muown_train.models.generate import generate
-from muown_train.records import Line, duration, plot_losses
+from muown_train.records import Line, plot_losses
+from muown_train.status import Outcome
 
 
 def summarize(lines: Sequence[Line]) -> dict[str, Any]:
@@ -36,17 +38,20 @@ def sample(run: Run) -> str:
     return tokenizer.decode(new)
 
 
-def finish(run: Run, already: bool) -> None:
-    """Plot, sample, and print where everything is; on the main rank.
+def finish(run: Run, outcome: Outcome, already: bool) -> None:
+    """Say how the run ended; of one that is not to go on plot, sample, and say where everything is. On the main rank.
 
     Args:
-        already: the run had been finished by an earlier command.
+        already: it had ended so in an earlier command.
     """
     assert run.trainer.metrics is not None
+    if outcome.state == "stopped":
+        print(f"stopped after update {run.trainer.step:,} ({outcome.reason}), saved: the same command goes on")
+        return
     lines = run.trainer.metrics.read()
     summary = summarize(lines)
     for sink in run.trainer.sinks:
-        sink.finish(summary)
+        sink.finish(summary | {"outcome": outcome.state, "reason": outcome.reason})
     unigram = run.data.unigram_loss
     plot_losses(lines, run.folder / "loss.png", run.folder.name, unigram)
     loss = f"validation loss {summary['valid/loss']:.4f}, perplexity {summary['valid/perplexity']:.2f}"
@@ -56,8 +61,10 @@ def finish(run: Run, already: bool) -> None:
             f"{summary['step']:,} updates, {summary['tokens']:,} tokens in {duration(summary['seconds'])}, "
             f"{summary['tokens_per_second']:,.0f} tokens/s"
         )
-    if run.config.sample_tokens and math.isfinite(summary["valid/loss"]):
+    if outcome.state == "diverged":
+        print(f"DIVERGED: {outcome.reason}")
+    elif run.config.sample_tokens and math.isfinite(summary["valid/loss"]):
         print(f"\n--- sample ---\n{sample(run)}\n--- end of sample ---\n")
     print(f"{run.folder}: {', '.join(sorted(path.name for path in run.folder.iterdir() if path.name[0] != '.'))}")
     if already:
-        print("This run was finished before: change a setting, the seed or the name to start another.")
+        print(f"This run had {outcome.state} before: change a setting, the seed or the name to start another.")

@@ -4,8 +4,8 @@ next(loader) -> summed loss / global count of targets -> backward (gradients are
 only) -> clip -> lr = base * schedule(step) -> optimizer.step() -> zero_grad -> at boundaries log, evaluate, save.
 """
 
-import inspect
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,9 +21,14 @@ from torch.optim import Optimizer
 
 from muown_train.checkpoint import Checkpoints, ModelState, OptimizerState, State, Stateful
 from muown_train.data.loader import Batch, Loader
-from muown_train.distributed import World
+from muown_train.distributed import World, replicated
 from muown_train.evaluation import evaluate
+from muown_train.guard import Guard, Rows
+from muown_train.parity import differing
+from muown_train.random_state import RandomState
 from muown_train.records import Line, Metrics, Sink
+from muown_train.status import Outcome
+from muown_train.stopping import Stop
 
 Schedule = Callable[[int, int], float]  # (step, steps) -> multiplier of the base learning rate
 
@@ -40,6 +45,8 @@ class Settings:
     save_every: int
     log_every: int
     valid_tokens: int
+    check_every: int | None = None  # between two comparisons of the weights of all ranks
+    stop_if_unsaved: bool = True  # a checkpoint that cannot be written ends the run; or it goes on without
     grad_clip: float | None = 1.0
     autocast: bool = False  # bfloat16 in the forward pass, float32 weights
     flops_per_token: float | None = None
@@ -54,16 +61,8 @@ class Update:
     loss: Tensor  # () float64, summed over this rank's targets / global count of targets
     grad_norm: Tensor  # () float32, the same on every rank
     hash: int  # of this rank's rows; int64, adds up over ranks
+    rows: Rows  # of all ranks
     waited: float  # seconds for data
-
-
-def replicated(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model under DDP; its buffers are constants and need no synchronisation."""
-    names = inspect.signature(DistributedDataParallel).parameters
-    buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"  # since, before 2.13
-    devices = [device] if device.type == "cuda" else None
-    options: dict[str, Any] = {buffers: False}
-    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **options)
 
 
 class Trainer:
@@ -72,6 +71,8 @@ class Trainer:
     Args:
         model: `model(inputs (B, T), targets (B, T))` gives the summed loss; on world.device, maybe compiled.
         valid: (N,) token ids of the validation text.
+        guard: what ends the run or takes it back.
+        stop: what asks it to stop.
         metrics: None on all ranks but the main one. `sinks` is set there once the run goes on.
     """
 
@@ -85,40 +86,142 @@ class Trainer:
         valid: np.ndarray,
         checkpoints: Checkpoints,
         settings: Settings,
+        guard: Guard,
+        stop: Stop,
         metrics: Metrics | None = None,
     ) -> None:
         self.world, self.model, self.optimizer, self.schedule = world, model, optimizer, schedule
         self.loader, self.valid, self.checkpoints, self.settings = loader, valid, checkpoints, settings
-        self.metrics = metrics
+        self.guard, self.stop, self.metrics = guard, stop, metrics
+        self.random_state = RandomState(world)
         self.sinks: Sequence[Sink] = ()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.base_lrs = [group["lr"] for group in optimizer.param_groups]
         self.replica = model if world.size == 1 else replicated(model, world.device)
         self.step = self.tokens = 0
+        self.rolled_back = False  # since the last boundary
+        self.unwritten: str | None = None  # why metrics.jsonl lacks lines
         self.seconds = 0.0  # of training, without evaluation and saving, over all restarts
         self.pending: list[Update] = []
         self.resumed_at = time.perf_counter()
 
-    def fit(self) -> None:
-        """Train to the end of the budget.
+    def fit(self) -> Outcome:
+        """Train until the budget is spent, a stop is agreed on, or the run has diverged.
 
         Raises:
             OSError: a checkpoint or the metrics could not be written, or the data failed; on every rank.
+            RuntimeError: the weights of the ranks have parted.
         """
-        if self.step == 0:
-            self.record([{"step": 0, "tokens": 0, "time": 0.0, **self.evaluate()}])
-        self.resumed_at = time.perf_counter()
+        self.begin()
         while self.step < self.settings.steps:
             self.pending.append(self.train_step())
-            evaluating, saving = self.due(self.settings.eval_every), self.due(self.settings.save_every)
-            if evaluating or saving or self.due(self.settings.log_every):
-                lines = self.collect()
-                if evaluating:
-                    lines[-1] |= self.evaluate()
-                self.record(lines)
-                if saving:
-                    self.checkpoints.save(self.step, self.stateful())
+            reason = self.stop.agreed()
+            if self.step == self.settings.steps:
+                reason = None  # it ends anyhow
+            intervals = (self.settings.log_every, self.settings.eval_every, self.settings.save_every)
+            if reason or any(map(self.due, intervals)):
+                outcome = self.boundary(reason)
+                if outcome:
+                    return outcome
                 self.resumed_at = time.perf_counter()
+        return Outcome("finished")
+
+    def begin(self) -> None:
+        """Evaluate where that is still owed: before the first update, and where a stop came before it."""
+        written = self.metrics.read()[-1:] if self.metrics else []
+        last = written[0] if written and written[0]["step"] == self.step else {}
+        owed = self.step == 0 or (self.due(self.settings.eval_every) and "valid/loss" not in last)
+        if self.world.gather(owed)[0]:
+            line = {"step": self.step, "tokens": self.tokens, "time": self.seconds, **last, **self.evaluate()}
+            self.rewind(self.step - 1)
+            self.record([line])
+        self.resumed_at = time.perf_counter()
+
+    def boundary(self, stopping: str | None) -> Outcome | None:
+        """Bring the numbers of the updates since the last boundary to light, and act on them; a collective call.
+
+        Args:
+            stopping: why the run is to stop here.
+
+        Returns:
+            How the run ended, if it did.
+        """
+        rows = [update.rows for update in self.pending]
+        lines = self.collect()
+        too_bad, diverged = self.guard.bad_updates(lines, rows), self.guard.diverged(lines)
+        evaluated = not (stopping or too_bad or diverged) and self.due(self.settings.eval_every)
+        if evaluated:
+            lines[-1] |= self.evaluate()
+        elif diverged:
+            lines[-1]["train/diverged"] = True
+        self.record(lines)
+        if too_bad and self.guard.on_bad_updates == "rollback":
+            return self.roll_back(too_bad)
+        if too_bad or diverged:
+            self.checkpoints.settle(wait=True)
+            return Outcome("diverged", too_bad or diverged or "")
+        if self.settings.check_every and self.due(self.settings.check_every):
+            self.compare_weights()
+        last = bool(stopping) or self.step == self.settings.steps
+        if last or self.due(self.settings.save_every):
+            self.unless_unsaved(lambda: self.save(lines[-1].get("valid/loss"), last), fatal=last)
+        self.unless_unsaved(self.checkpoints.settle)
+        return Outcome("stopped", stopping) if stopping else None
+
+    def roll_back(self, why: str) -> Outcome | None:
+        """Go back to the last checkpoint and past the rows of the bad updates; a collective call."""
+        updates, rows = self.step, list(self.guard.bad_rows)
+        self.guard.bad_rows.clear()
+        if self.guard.rollbacks == self.guard.max_rollbacks:
+            return Outcome("diverged", f"{why}, after {self.guard.rollbacks} rollbacks")
+        step = self.checkpoints.load(self.stateful())
+        if step is None:
+            return Outcome("diverged", f"{why}, and there is no checkpoint to go back to")
+        self.guard.rollbacks += 1
+        self.rolled_back = True
+        self.loader.skip(rows)
+        self.rewind(step)
+        if self.metrics:
+            self.metrics.event({"kind": "rollback", "step": updates, "to": step, "rows": rows, "reason": why})
+            print(f"{why}: going back to update {step}, and past {len(rows)} batches", flush=True)
+        return None
+
+    def rewind(self, step: int) -> None:
+        """Take what lies after `step` out of the metrics; a collective call."""
+        self.world.on_main(lambda: self.metrics.rewind(step) if self.metrics else None)
+
+    def compare_weights(self) -> None:
+        """Stop a run whose ranks no longer have the same weights; a collective call."""
+        parted = differing(self.model.named_parameters(), self.world)
+        if parted:
+            raise RuntimeError(f"after update {self.step} {parted}; the same command goes on from the last checkpoint")
+
+    def save(self, loss: float | None = None, wait: bool = False) -> None:
+        """Begin to write a checkpoint; a collective call.
+
+        Args:
+            loss: of the validation text after this update, if known.
+            wait: until it is on the disk.
+
+        Raises:
+            OSError: on every rank; also where metrics.jsonl lacks lines: going on from here would never write them.
+        """
+        unwritten = self.world.gather(self.unwritten)[0]
+        if unwritten:
+            raise OSError(unwritten)
+        if self.metrics:
+            self.metrics.sync()
+        self.checkpoints.save(self.step, self.stateful(), loss, wait)
+
+    def unless_unsaved(self, save: Callable[[], Any], fatal: bool = False) -> None:
+        """Save; where that fails the run ends (always if `fatal`) or goes on without, as configured."""
+        try:
+            save()
+        except OSError as error:
+            if self.settings.stop_if_unsaved or fatal:
+                raise
+            if self.metrics:
+                print(f"{error}; going on without this checkpoint", file=sys.stderr, flush=True)
 
     def due(self, every: int) -> bool:
         """Whether this step is a boundary; the last one always is."""
@@ -156,7 +259,10 @@ class Trainer:
             line["train/skipped"] = True
         self.optimizer.zero_grad(set_to_none=True)
         self.step, self.tokens = line["step"], line["tokens"]
-        return Update(line, loss, grad_norm, batch.hash, waited)
+        self.world.reached(self.step)
+        # the batch ends here; rows that are skipped may lie before it
+        span = (self.loader.place - targets // self.settings.seq_len, self.loader.place)
+        return Update(line, loss, grad_norm, batch.hash, span, waited)
 
     def next_batch(self) -> tuple[Batch, str | None]:
         """The next batch of this rank, or one of no meaning and what keeps the data from coming."""
@@ -184,7 +290,7 @@ class Trainer:
         if self.pending:
             self.record(self.collect())
         if self.step:
-            self.checkpoints.save(self.step, self.stateful())
+            self.save(wait=True)
         saved = f"after update {self.step}, which is saved" if self.step else "before the first update"
         raise OSError(f"{faults[0]}; stopped {saved}: the same command goes on")
 
@@ -209,7 +315,9 @@ class Trainer:
 
     def collect(self) -> list[Line]:
         """Bring the numbers of pending updates to the host; a collective call."""
-        losses = self.world.sum(torch.stack([update.loss for update in self.pending])).tolist()
+        losses = torch.zeros(self.world.size, len(self.pending), dtype=torch.float64)
+        losses[self.world.rank] = torch.stack([update.loss for update in self.pending])
+        losses = self.world.sum(losses)  # of each rank
         norms = torch.stack([update.grad_norm for update in self.pending]).tolist()
         hashes = self.world.sum(torch.tensor([update.hash for update in self.pending])).tolist()
         seconds = time.perf_counter() - self.resumed_at
@@ -217,15 +325,26 @@ class Trainer:
         for i, update in enumerate(self.pending):
             line = update.line
             line["time"] = self.seconds + seconds * (i + 1) / len(self.pending)
-            line["train/loss"], line["train/grad_norm"] = losses[i], norms[i]
+            line["train/loss"], line["train/grad_norm"] = losses[:, i].sum().item(), norms[i]
             line["data/hash"] = f"{hashes[i] % 2**64:016x}"
+            if line.get("train/skipped"):
+                self.tell_of_skipped(line, losses[:, i], update.rows)
             lines.append(line)
         if skipped := sum("train/skipped" in line for line in lines):
             lines[-1]["train/skipped_updates"] = skipped
+        if self.rolled_back:
+            lines[-1]["train/rolled_back"], self.rolled_back = True, False
         lines[-1] |= self.speed(seconds)
         self.seconds += seconds
         self.pending = []
         return lines
+
+    def tell_of_skipped(self, line: Line, losses: Tensor, rows: Rows) -> None:
+        """Record on which ranks the loss was no number; where it was one on all, only a gradient was not."""
+        if self.metrics:
+            ranks = (~losses.isfinite()).nonzero().flatten().tolist()
+            facts = {key: line[key] for key in ("step", "train/loss", "train/grad_norm", "data/hash")}
+            self.metrics.event({"kind": "skipped update", **facts, "ranks": ranks, "rows": list(rows)})
 
     def speed(self, seconds: float) -> Line:
         """What is measured once per log boundary, over the updates since the last one."""
@@ -243,9 +362,14 @@ class Trainer:
         return line
 
     def record(self, lines: Sequence[Line]) -> None:
-        """Write lines of metrics and show them."""
+        """Write lines of metrics and show them. Lines that cannot be written wait for the next ones."""
         if self.metrics:
-            self.metrics.append(lines)
+            try:
+                self.metrics.append(lines)
+                self.unwritten = None
+            except OSError as error:
+                self.unwritten = str(error)
+                print(error, file=sys.stderr, flush=True)
         for sink in self.sinks:
             sink.lines(lines)
 
@@ -256,8 +380,7 @@ class Trainer:
             ValueError: the newest checkpoint is of another model or optimizer.
         """
         step = self.checkpoints.load(self.stateful())
-        if self.metrics:
-            self.metrics.rewind(-1 if step is None else step)
+        self.rewind(-1 if step is None else step)
         return self.step >= self.settings.steps
 
     def stateful(self) -> dict[str, Stateful]:
@@ -266,6 +389,7 @@ class Trainer:
             "model": ModelState(self.model),
             "optimizer": OptimizerState(self.optimizer, self.model),
             "data": self.loader,
+            "random": self.random_state,
             "trainer": self,
         }
 

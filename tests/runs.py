@@ -47,8 +47,8 @@ def built(corpus: Path, out: Path, *overrides: str, world: World = HERE) -> Run:
 def trained(corpus: Path, out: Path, *overrides: str, world: World = HERE) -> Run:
     """Such a run, trained to its end from wherever it was."""
     run = built(corpus, out, *overrides, world=world)
-    run.resume()
-    run.trainer.fit()
+    if not run.resume():
+        run.train()
     run.close()
     return run
 

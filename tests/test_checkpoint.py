@@ -1,13 +1,19 @@
 """Checkpoints: complete or absent, by parameter name, for any number of ranks, never unpickled."""
 
+import hashlib
 import json
 import pickle
+import resource
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+import torch.distributed as dist
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import nn
 
 from muown_train.checkpoint import (
@@ -18,7 +24,7 @@ from muown_train.checkpoint import (
     unflatten,
 )
 from muown_train.distributed import World
-from muown_train.optim import Combined, Muown, param_groups
+from muown_train.optim import Combined, Muown, param_groups, shard
 from tests.ranks import on_ranks
 
 HERE = World(0, 1, torch.device("cpu"))
@@ -37,13 +43,22 @@ class Box:
         self.state = state
 
 
-leaves = st.one_of(st.integers(), st.text(), st.none(), st.booleans(), st.lists(st.integers()), st.just({}))
-keys = st.text(min_size=1).filter(lambda key: "/" not in key)
+leaves = st.one_of(st.integers(), st.none(), st.lists(st.integers(), max_size=2), st.just({}))
+keys = st.text(st.characters(exclude_characters="/"), min_size=1, max_size=3)
 
 
-@given(st.dictionaries(keys, st.recursive(leaves, lambda inner: st.dictionaries(keys, inner, min_size=1))))
+@settings(deadline=None)
+@given(
+    st.dictionaries(keys, st.recursive(leaves, lambda inner: st.dictionaries(keys, inner, min_size=1), max_leaves=9))
+)
 def test_flatten_and_back(state):
     assert unflatten(flatten(state)) == state
+
+
+def test_a_rank_that_holds_nothing_takes_nothing_from_the_others():
+    flat = [{"optimizer/w/momentum": 1}, {"optimizer": {}}]
+    for first, second in (flat, flat[::-1]):
+        assert unflatten(first | second) == {"optimizer": {"w": {"momentum": 1}}}
 
 
 def some_state(seed: int) -> dict:
@@ -75,7 +90,7 @@ def loaded(folder: Path, like: dict) -> tuple[int | None, dict]:
 def test_round_trip_keeps_types_bits_and_the_newest(tmp_path):
     checkpoints = Checkpoints(tmp_path / "c", HERE, keep=2)
     for step in (10, 20, 30):
-        checkpoints.save(step, some_state(step))
+        checkpoints.save(step, some_state(step), wait=True)
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["step-00000020", "step-00000030"]
     step, state = loaded(tmp_path / "c", some_state(30))
     assert step == 30
@@ -92,7 +107,7 @@ def test_a_damaged_checkpoint_is_named_kept_and_skipped(tmp_path, file, damage):
     said = []
     checkpoints = Checkpoints(tmp_path, HERE, warn=said.append)
     for step in (1, 2):
-        checkpoints.save(step, some_state(step))
+        checkpoints.save(step, some_state(step), wait=True)
     path = tmp_path / "step-00000002" / file
     data = bytearray(path.read_bytes())
     if damage == "flip":
@@ -106,23 +121,23 @@ def test_a_damaged_checkpoint_is_named_kept_and_skipped(tmp_path, file, damage):
     assert checkpoints.load(boxes) == 1
     assert_same({n: b.state for n, b in boxes.items()}, {n: b.state for n, b in some_state(1).items()})
     assert "step-00000002" in said[0] and (tmp_path / "damaged-step-00000002").exists()
-    checkpoints.save(2, some_state(5))  # its place is free again
+    checkpoints.save(2, some_state(5), wait=True)  # its place is free again
     assert loaded(tmp_path, some_state(5))[0] == 2
 
 
 def test_one_that_was_never_renamed_does_not_count(tmp_path):
     checkpoints = Checkpoints(tmp_path, HERE)
-    checkpoints.save(1, some_state(1))
+    checkpoints.save(1, some_state(1), wait=True)
     (tmp_path / "step-00000001").rename(tmp_path / "partial-step-00000002")
     assert loaded(tmp_path, {})[0] is None
-    checkpoints.save(3, some_state(3))
+    checkpoints.save(3, some_state(3), wait=True)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000003"]
 
 
 def test_an_index_cannot_point_outside(tmp_path):
     said = []
     checkpoints = Checkpoints(tmp_path / "run", HERE, warn=said.append)
-    checkpoints.save(1, some_state(1))
+    checkpoints.save(1, some_state(1), wait=True)
     (tmp_path / "secret.json").write_text("{}")
     path = tmp_path / "run" / "step-00000001" / "index.json"
     index = json.loads(path.read_text())
@@ -137,7 +152,7 @@ def test_an_index_cannot_point_outside(tmp_path):
 def test_a_checkpoint_of_another_version_is_an_error_and_stays(tmp_path):
     checkpoints = Checkpoints(tmp_path, HERE)
     for step in (1, 2):
-        checkpoints.save(step, some_state(step))
+        checkpoints.save(step, some_state(step), wait=True)
     path = tmp_path / "step-00000002" / "index.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
     with pytest.raises(ValueError, match="format 2"):
@@ -151,14 +166,13 @@ def test_a_pickle_is_never_opened(tmp_path):
             return (Path.touch, (tmp_path / "exploded",))
 
     checkpoints = Checkpoints(tmp_path / "run", HERE, warn=lambda text: None)
-    checkpoints.save(1, some_state(1))
+    checkpoints.save(1, some_state(1), wait=True)
     folder = tmp_path / "run" / "step-00000001"
     for name in ("rank-00000.safetensors", "rank-00000.json"):
         (folder / name).write_bytes(pickle.dumps(Bomb()))
         index = json.loads((folder / "index.json").read_text())
-        from muown_train.checkpoint import _seal
-
-        index["files"][name] = _seal(folder / name)
+        data = (folder / name).read_bytes()
+        index["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         (folder / "index.json").write_text(json.dumps(index))
     with pytest.raises(Exception):  # noqa: B017
         checkpoints.load({})
@@ -168,7 +182,7 @@ def test_a_pickle_is_never_opened(tmp_path):
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OSError, match="cannot write a checkpoint"):
-        Checkpoints(tmp_path / "file" / "c", HERE).save(1, some_state(1))
+        Checkpoints(tmp_path / "file" / "c", HERE).save(1, some_state(1), wait=True)
 
 
 def tied_model() -> nn.Module:
@@ -194,7 +208,7 @@ def test_model_and_optimizer_go_on_as_if_nothing_had_happened(tmp_path):
     model = tied_model()
     optimizer = optimizer_of(model)
     train(model, optimizer, 3)
-    Checkpoints(tmp_path, HERE).save(3, {"m": ModelState(model), "o": OptimizerState(optimizer, model)})
+    Checkpoints(tmp_path, HERE).save(3, {"m": ModelState(model), "o": OptimizerState(optimizer, model)}, wait=True)
     other = tied_model()
     train(other, optimizer_of(other), 1)  # anything but the same weights
     fresh = optimizer_of(other)
@@ -218,35 +232,125 @@ def test_model_and_optimizer_go_on_as_if_nothing_had_happened(tmp_path):
     ],
 )
 def test_another_model_is_an_error(tmp_path, other, part):
-    Checkpoints(tmp_path, HERE).save(1, {"m": ModelState(tied_model())})
+    Checkpoints(tmp_path, HERE).save(1, {"m": ModelState(tied_model())}, wait=True)
     with pytest.raises(ValueError, match=part):
         Checkpoints(tmp_path, HERE).load({"m": ModelState(other)})
 
 
-def _save_own(world: World, folder: Path) -> None:
-    own = {"shared": torch.arange(4.0), "own": {str(world.rank): torch.full((2,), world.rank)}}
-    Checkpoints(folder, world).save(7, {"x": Box(own | {"cursor": {str(world.rank): [world.rank]}})})
+# --- several ranks: four processes started once, of which parts take the role of fewer --------------------------------
 
 
-def _load_all(world: World, folder: Path) -> tuple:
+@dataclass(frozen=True)
+class Part(World):
+    """The first ranks of a larger world."""
+
+    group: Any = None
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+def trained_state(part: Part, sharded: bool, steps: int) -> tuple[nn.Module, Combined]:
+    model = tied_model()
+    optimizer = optimizer_of(model)
+    if sharded:
+        shard(optimizer, part.group)
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def union(part: Part, model: nn.Module, optimizer: Combined) -> dict[str, list]:
+    """All that the ranks hold, as lists; where several have a value they agree."""
+    found: dict[str, list] = {}
+    state = {"m": ModelState(model).state_dict(), "o": OptimizerState(optimizer, model).state_dict()}
+    tensors = {key: value.tolist() for key, value in flatten(state).items() if isinstance(value, torch.Tensor)}
+    for of_rank in part.gather(tensors):
+        assert all(found.get(key, value) == value for key, value in of_rank.items())
+        found |= of_rank
+    return found
+
+
+def save_here(part: Part, folder: Path, sharded: bool) -> dict[str, list]:
+    model, optimizer = trained_state(part, sharded, steps=3)
+    state = {"m": ModelState(model), "o": OptimizerState(optimizer, model), "rank": Box({str(part.rank): [part.rank]})}
+    Checkpoints(folder, part).save(3, state, wait=True)
+    return union(part, model, optimizer)
+
+
+def load_here(part: Part, folder: Path, sharded: bool) -> tuple:
+    model, optimizer = trained_state(part, sharded, steps=1)
     box = Box({})
-    step = Checkpoints(folder, world).load({"x": box})
-    return step, sorted(box.state["own"]), box.state["cursor"], box.state["shared"].tolist()
+    step = Checkpoints(folder, part).load({"m": ModelState(model), "o": OptimizerState(optimizer, model), "rank": box})
+    return step, union(part, model, optimizer), box.state
 
 
-def _fail_on_one(world: World, folder: Path) -> str:
-    def broken():
-        raise OSError("no space left")
-
+def fail_on_one(part: Part, folder: Path) -> list:
+    """Rank 1 cannot write more than some bytes of the second checkpoint."""
+    checkpoints = Checkpoints(folder, part)
+    state = {"x": Box({str(part.rank): torch.ones(1000)})}
+    checkpoints.save(1, state, wait=True)
+    if part.rank == 1:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    checkpoints.save(2, state)
+    if part.rank == 1:
+        checkpoints._writing.join()
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     try:
-        Checkpoints(folder, world)._attempt(broken if world.rank == 1 else lambda: None)
+        checkpoints.settle(wait=True)
+        raised = None
     except OSError as error:
-        return str(error)
-    return "went on"
+        raised = str(error)
+    settled, newest = checkpoints.settle(), checkpoints.read()[0]
+    return [raised, settled, sorted(path.name for path in folder.iterdir()), newest]
 
 
-def test_the_union_of_three_ranks_loads_on_two(tmp_path):
-    on_ranks(3, _save_own, tmp_path)
-    expected = (7, ["0", "1", "2"], {"0": [0], "1": [1], "2": [2]}, [0.0, 1.0, 2.0, 3.0])
-    assert on_ranks(2, _load_all, tmp_path) == [expected] * 2
-    assert all("no space left" in text for text in on_ranks(2, _fail_on_one, tmp_path))
+def everything(world: World, folder: Path) -> dict:
+    saved, loaded, failed = {}, {}, None
+    parts = {n: Part(world.rank, n, world.device, group=dist.new_group(range(n))) for n in (1, 2, 4)}
+    kinds = [(1, False), (2, False), (2, True), (4, True)]
+    for n, sharded in kinds:
+        if world.rank < n:
+            saved[n, sharded] = save_here(parts[n], folder / f"{n}{sharded}", sharded)
+    for n, sharded in kinds:
+        dist.barrier()
+        for source in kinds if world.rank < n else ():
+            loaded[source, (n, sharded)] = load_here(parts[n], folder / f"{source[0]}{source[1]}", sharded)
+    if world.rank < 2:
+        failed = fail_on_one(parts[2], folder / "failed")
+    return {"saved": saved, "loaded": loaded, "failed": failed}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    return folder, on_ranks(4, everything, folder)
+
+
+@pytest.mark.slow
+def test_saved_on_1_2_4_ranks_it_loads_on_1_2_4_sharded_or_replicated(ranks):
+    _, found = ranks
+    seen = 0
+    for of_rank in found:
+        for (source, _), (step, state, numbers) in of_rank["loaded"].items():
+            assert step == 3
+            assert state == found[0]["saved"][source]
+            assert numbers == {str(rank): [rank] for rank in range(source[0])}
+            seen += 1
+    assert seen == 4 * (1 + 2 + 2 + 4)
+
+
+def test_each_owner_writes_its_own_part(ranks):
+    folder, _ = ranks
+    keys = [set(load_file(path)) for path in sorted((folder / "4True" / "step-00000003").glob("*.safetensors"))]
+    assert len(keys) == 4 and sum(map(len, keys)) == len(set().union(*keys))
+    assert sum(any(key.startswith("o/") for key in part) for part in keys) > 1
+
+
+def test_one_rank_that_cannot_write_is_an_error_on_all(ranks):
+    _, found = ranks
+    for raised, settled, names, newest in [of_rank["failed"] for of_rank in found[:2]]:
+        assert "cannot write a checkpoint to" in raised and "File too large" in raised
+        assert settled and names == ["step-00000001"] and newest == 1

@@ -71,7 +71,7 @@ def alone_and_together(world: World, out: Path, updates: int) -> list[str]:
     """Train on all ranks; the hashes of the batches that this process by itself would train on."""
     words = settings(out, updates, "workers=0")
     train(world, words)
-    loader = build(configured(*words, "out=elsewhere"), "run", HERE).trainer.loader
+    loader = build(configured(*words, f"out=elsewhere-{world.rank}"), "run", HERE).trainer.loader
     found = [f"{next(loader).hash % 2**64:016x}" for _ in range(updates)]
     loader.close()
     return found

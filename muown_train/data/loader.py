@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -58,7 +58,7 @@ class Loader:
 
     def __next__(self) -> Batch:
         if self._batches is None:
-            self._batches = _batches(self._rows, self._state["rows"], *self._deal, self._pin_memory)
+            self._batches = _batches(self._rows, self._state, *self._deal, self._pin_memory)
             if self._prefetch:
                 self._batches = ReadAhead(self._batches, self._prefetch, "loader")
                 # a thread that still computes when the interpreter goes down can abort the process
@@ -66,8 +66,19 @@ class Loader:
         batch, self._state = next(self._batches)
         return batch
 
+    @property
+    def place(self) -> int:
+        """Number of the row after the last that was handed out to any rank."""
+        rows: int = self._state["rows"]
+        return rows
+
+    def skip(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Never hand out the rows of these spans (first, one after the last) of whole batches; all ranks alike."""
+        before = self.state_dict()
+        self.load_state_dict(before | {"skipped": sorted([*before.get("skipped", []), *map(list, spans)])})
+
     def state_dict(self) -> dict[str, Any]:
-        """Rows consumed over all ranks, and this rank's cursors where the rows come from streams; JSON."""
+        """Rows consumed over all ranks, those to skip, and this rank's cursors of streams; JSON."""
         return dict(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -104,13 +115,20 @@ def row_hash(ids: np.ndarray, place: int) -> int:
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
 
 
-def _batches(rows: RowSource, start: int, batch_rows: int, rank: int, size: int, pin_memory: bool) -> Iterator[Item]:
+def _batches(
+    rows: RowSource, state: Mapping[str, Any], batch_rows: int, rank: int, size: int, pin_memory: bool
+) -> Iterator[Item]:
     places = range(rank, batch_rows, size)
+    start, skipped = state["rows"], state.get("skipped", [])
+    kept = {"skipped": skipped} if skipped else {}
     while True:
+        for first, end_of_span in skipped:  # in order
+            if first <= start < end_of_span:
+                start = end_of_span
         ids = rows.take([start + place for place in places])
         total = sum(row_hash(row, place) for row, place in zip(ids, places, strict=True)) % 2**64
         tokens = torch.from_numpy(ids).to(torch.int64)
         if pin_memory:
             tokens = tokens.pin_memory()
         start += batch_rows
-        yield Batch(tokens, total - 2**64 if total >= 2**63 else total), {"rows": start, **rows.state_dict()}
+        yield Batch(tokens, total - 2**64 if total >= 2**63 else total), {"rows": start, **kept, **rows.state_dict()}

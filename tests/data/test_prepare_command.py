@@ -134,5 +134,6 @@ def test_bad_words_are_one_sentence(words, message, monkeypatch, capsys, tmp_pat
 
     with pytest.raises(SystemExit) as stopped:
         prepare_data.main()
-    assert message in str(stopped.value) and "\n" not in str(stopped.value)
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and message in said and said.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

@@ -124,7 +124,7 @@ def _compare(world):
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def compared(request):
     """What each rank of 2 or 3 found."""
     return on_ranks(request.param, _compare)

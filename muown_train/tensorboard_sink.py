@@ -1,0 +1,62 @@
+"""TensorBoard as a sink of records: `tensorboard --logdir runs` compares runs."""
+
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from muown_train.background import Background
+from muown_train.records import Line
+from muown_train.secrets import redacted_tree
+
+
+class TensorBoardSink(Background):
+    """Writes the numbers of every line to RUN/tensorboard, in the background.
+
+    Args:
+        finish_timeout: seconds that the end of a run waits for it at most.
+        warn: called with a sentence for the user.
+
+    Raises:
+        ValueError: TensorBoard is not installed.
+    """
+
+    def __init__(self, finish_timeout: float = 60.0, warn: Callable[[str], None] = print) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ValueError("tracking=tensorboard needs a package: pip install 'muown-train[tensorboard]'")
+        super().__init__(_Writer(), "TensorBoard", finish_timeout, warn=warn)
+
+
+class _Writer:
+    """The event files. A restart or a rollback begins a new one, which hides what older ones say of its steps."""
+
+    def __init__(self) -> None:
+        self.writer: Any = None
+        self.step = math.inf  # of the last line
+
+    def start(self, folder: Path, config: Mapping[str, Any], steps: int) -> None:
+        self.folder, self.config = folder / "tensorboard", redacted_tree(config)
+
+    def lines(self, lines: Sequence[Line]) -> None:
+        for line in lines:
+            if line["step"] <= self.step:
+                self._open(line["step"])
+            self.step = line["step"]
+            for key, value in line.items():
+                if isinstance(value, int | float) and key != "step":
+                    self.writer.add_scalar(key, value, self.step)
+        self.writer.flush()
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+    def _open(self, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        if self.writer is not None:
+            self.writer.close()
+        self.writer = SummaryWriter(str(self.folder), purge_step=step)
+        self.writer.add_text("config", f"```\n{json.dumps(self.config, indent=1, default=str)}\n```", step)

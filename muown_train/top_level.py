@@ -1,0 +1,92 @@
+"""The plain keys of train.yaml, checked."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from muown_train.config import check_name, nearest
+from muown_train.factory import is_number
+
+
+@dataclass
+class TopLevel:
+    """What each key means stands in train.yaml."""
+
+    name: str
+    out: str
+    cache: str | None
+    seed: int
+    tokens: float | None
+    tokens_per_parameter: float | None
+    seq_len: int
+    batch_tokens: int
+    micro_batch: int
+    workers: int | None
+    precision: str
+    compile: bool
+    shard_optimizer: bool
+    grad_clip: float | None
+    eval_every: int
+    valid_tokens: int
+    save_every: int
+    keep_checkpoints: int
+    keep_every: int | None
+    keep_best: bool
+    on_save_error: str
+    time_limit: float | None
+    give_up_after: int | None
+    max_bad_updates: int
+    on_bad_updates: str
+    max_rollbacks: int
+    diverged_above: float | None
+    diverged_from: int
+    check_every: int | None
+    log_every: int
+    sample_tokens: int
+    paper_exact: bool
+    trust: list[str]
+
+    def __post_init__(self) -> None:
+        self.name = check_name(self.name)  # name=5 is a number in YAML
+        for key, allowed in (("out", str), ("cache", str | None)):
+            if not isinstance(getattr(self, key), allowed):
+                raise ValueError(f"{key}={getattr(self, key)!r} must be a folder")
+        at_least_1 = ("seq_len", "batch_tokens", "micro_batch", "eval_every", "valid_tokens", "save_every")
+        for key in (*at_least_1, "keep_checkpoints", "log_every", "max_bad_updates"):
+            self._whole(key, 1)
+        for key in ("sample_tokens", "seed", "max_rollbacks", "diverged_from"):
+            self._whole(key, 0)
+        for key, least in (("workers", 0), ("keep_every", 1), ("give_up_after", 1), ("check_every", 1)):
+            if getattr(self, key) is not None:
+                self._whole(key, least)
+        for key in ("tokens", "tokens_per_parameter", "grad_clip", "time_limit", "diverged_above"):
+            value = getattr(self, key)
+            if value is not None and not (is_number(value) and value > 0):
+                unit = " of minutes" if key == "time_limit" else ""
+                raise ValueError(f"{key}={value!r} must be a positive number{unit} or null")
+        for key in ("compile", "shard_optimizer", "paper_exact", "keep_best"):
+            if not isinstance(getattr(self, key), bool):
+                raise ValueError(f"{key}={getattr(self, key)!r} must be true or false")
+        for key, words in (("on_save_error", ("stop", "continue")), ("on_bad_updates", ("rollback", "stop"))):
+            if getattr(self, key) not in words:
+                raise ValueError(f"{key}={getattr(self, key)!r} must be {' or '.join(words)}")
+        if not isinstance(self.trust, list) or not all(isinstance(name, str) for name in self.trust):
+            raise ValueError(f"trust={self.trust!r} must be a list of dotted names, such as [my_package.MyOptimizer]")
+
+    def _whole(self, key: str, least: int) -> None:
+        value = getattr(self, key)
+        if not is_number(value) or value != int(value) or not least <= value < 2**63:
+            raise ValueError(f"{key}={value!r} must be a whole number of at least {least}")
+        setattr(self, key, int(value))  # 5e9 is a float in YAML
+
+
+def top_level(resolved: dict[str, Any], name: str) -> TopLevel:
+    """The plain keys; an unknown one is an error with the nearest name."""
+    known = [field.name for field in fields(TopLevel)]
+    groups = ("model", "data", "optim", "schedule", "tracking")
+    for key in resolved:
+        if key not in (*known, *groups):
+            raise ValueError(f"there is no key {key}{nearest(key, (*known, *groups))}")
+    plain = {key: resolved[key] for key in known}
+    if plain["name"] is None:
+        plain["name"] = name
+    return TopLevel(**plain)

@@ -1,0 +1,115 @@
+"""How long training pauses for a checkpoint: `python scripts/benchmark_checkpoint.py model=124m [optim=adamw …]`.
+
+Saves the weights and the optimizer state of a configuration, as one rank holds them, after updates on random gradients.
+Every round saves synchronously (training waits until the checkpoint is published), asynchronously with nothing beside,
+and asynchronously while the optimizer goes on updating. Printed are medians. The pause of an asynchronous save is all
+that training waits for: the copy to host memory, and later publication.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from torch import nn
+from torch.optim import Optimizer
+
+from muown_train.build import make_optimizer
+from muown_train.checkpoint import Checkpoints, ModelState, OptimizerState, Stateful
+from muown_train.config import CONFIG_DIR, register_resolvers
+from muown_train.distributed import World
+from muown_train.factory import factory
+
+
+def made(overrides: list[str], device: torch.device) -> tuple[nn.Module, Optimizer]:
+    """Model and optimizer of a configuration, with state and gradients."""
+    register_resolvers()
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        config = compose("train", overrides)
+    resolved: Any = {key: OmegaConf.to_container(config[key], resolve=True) for key in ("model", "optim")}
+    model: nn.Module = factory(resolved["model"], "model")().to(device)
+    optimizer = make_optimizer(resolved, model)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    return model, optimizer
+
+
+def seconds(action: Callable[[], Any], device: torch.device) -> float:
+    """Of one call, the device's work included."""
+    started = time.perf_counter()
+    action()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def measure(checkpoints: Checkpoints, state: dict[str, Stateful], optimizer: Optimizer, rounds: int) -> dict[str, Any]:
+    """Seconds of each kind of saving, round by round."""
+    device, found = checkpoints.world.device, defaultdict(list)
+    found["first"] = [seconds(lambda: checkpoints.save(0, state), device)]
+    for step in range(1, 3 * rounds + 1, 3):
+        checkpoints.settle(wait=True)
+        found["synchronous"].append(seconds(partial(checkpoints.save, step, state, wait=True), device))
+
+        started = time.perf_counter()
+        copying = seconds(partial(checkpoints.save, step + 1, state), device)
+        while True:
+            asked = time.perf_counter()
+            if checkpoints.settle():
+                break
+            time.sleep(0.002)
+        now = time.perf_counter()
+        found["copy"].append(copying)
+        found["publication"].append(now - asked)
+        found["pause"].append(copying + now - asked)
+        found["until published"].append(now - started)
+
+        found["alone"].append(seconds(optimizer.step, device))
+        checkpoints.save(step + 2, state)
+        found["beside"].append(seconds(optimizer.step, device))
+        while checkpoints._writing and checkpoints._writing.is_alive():
+            found["beside"].append(seconds(optimizer.step, device))
+    checkpoints.settle(wait=True)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("overrides", nargs="*", help="as for training: model=124m optim=muown …")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="on the disk to be measured; by default that of temporary files")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds} must be 1 or more")
+    device = torch.device(arguments.device)
+    model, optimizer = made(arguments.overrides, device)
+    state: dict[str, Stateful] = {"model": ModelState(model), "optimizer": OptimizerState(optimizer, model)}
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        found = measure(Checkpoints(Path(folder), World(0, 1, device)), state, optimizer, arguments.rounds)
+        newest = max(Path(folder).glob("step-*"))
+        megabytes = sum(path.stat().st_size for path in newest.iterdir()) / 1e6
+    print(
+        f"{megabytes:.0f} MB, {device.type}, {torch.get_num_threads()} threads, {arguments.rounds} rounds, in {folder}"
+    )
+    print(f"synchronous save          {found['synchronous'] * 1e3:8.1f} ms")
+    print(
+        f"pause of an asynchronous  {found['pause'] * 1e3:8.1f} ms: copy {found['copy'] * 1e3:.1f} "
+        f"(the first, into fresh memory, {found['first'] * 1e3:.1f}), publication {found['publication'] * 1e3:.1f}"
+    )
+    print(f"ratio                     {found['synchronous'] / found['pause']:8.1f}")
+    print(f"until published           {found['until published'] * 1e3:8.1f} ms")
+    print(f"optimizer step meanwhile  {found['beside'] / found['alone']:8.2f} of one alone")
+
+
+if __name__ == "__main__":
+    main()

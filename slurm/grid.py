@@ -1,0 +1,49 @@
+"""One combination of a grid, for an element of an array of jobs.
+
+`grid.py count optim.lr=1e-3,2e-3 seed=0,1` prints how many there are; `grid.py 2 …` the overrides of number 2, each
+followed by a NUL. The order is Hydra's: the last axis changes fastest.
+"""
+
+import itertools
+import sys
+from collections.abc import Sequence
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+
+def combinations(overrides: Sequence[str]) -> list[tuple[str, ...]]:
+    """The overrides of each run.
+
+    Raises:
+        HydraException: what is no override.
+    """
+    axes: list[list[str]] = []
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        if override.is_sweep_override():
+            key = override.get_key_element()
+            axes.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        else:
+            axes.append([str(override.input_line)])
+    return list(itertools.product(*axes))
+
+
+def main(number: str, *overrides: str) -> None:
+    """Print; exit status 2 and one sentence for what cannot be."""
+    try:
+        grid = combinations(overrides)
+    except HydraException as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    if number == "count":
+        print(len(grid))
+    elif int(number) < len(grid):
+        print(*grid[int(number)], sep="\0", end="\0")
+    else:
+        print(f"error: element {number} of an array, but the grid has {len(grid)} runs: --array=0-{len(grid) - 1}",
+              file=sys.stderr)  # fmt: skip
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

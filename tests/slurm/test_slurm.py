@@ -1,0 +1,151 @@
+"""slurm/train.sbatch and slurm/sweep.sbatch on a real cluster of two nodes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.runs import SMALL, losses, metrics
+from tests.slurm.conftest import Job, missing, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
+STEPS = 300
+
+
+def places(corpus: Path, out: Path, name: str = "run") -> tuple[str, ...]:
+    """The overrides of a small run of that name."""
+    return (*SMALL, f"data.train={corpus}/*.txt", f"cache={corpus}/cache", f"out={out}", f"name={name}")
+
+
+LONG = (f"tokens={256 * STEPS}", "eval_every=100")
+
+
+@pytest.fixture
+def train(cluster, corpus, tmp_path):
+    """Submits a run named "run" on two nodes, into the test's folder."""
+
+    def submit(*words: str) -> Job:
+        run = (*places(corpus, tmp_path), *LONG, *words)
+        return cluster.sbatch(tmp_path / "log", "--nodes=2", "slurm/train.sbatch", *run)
+
+    return submit
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(cluster, corpus, tmp_path_factory) -> list[float]:
+    """The losses of a run that nothing disturbs."""
+    out = tmp_path_factory.mktemp("uninterrupted")
+    job = cluster.sbatch(out / "log", "--nodes=2", "slurm/train.sbatch", *places(corpus, out), *LONG)
+    job.wait("COMPLETED")
+    assert json.loads((out / "run" / "manifest.json").read_text())
+    assert [line["step"] for line in metrics(out / "run")] == list(range(STEPS + 1))
+    return losses(out / "run")
+
+
+def trains(job: Job, step: int, folder: Path | None = None) -> None:
+    """Wait until this many updates are recorded in a run's folder."""
+    folder = folder or job.log.parent / "run"
+
+    def reached() -> bool:
+        return (folder / "metrics.jsonl").exists() and any(line["step"] >= step for line in metrics(folder))
+
+    wait_for(reached, 90, job.told)
+
+
+def test_a_signal_before_the_time_limit_saves_and_requeues(train, tmp_path, uninterrupted):
+    job = train()
+    trains(job, 20)
+    job.signal("USR1")
+    job.wait_requeued()
+    saved = metrics(tmp_path / "run")[-1]["step"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()][-1:] == [f"step-{saved:08d}"]
+    job.wait("COMPLETED")
+    log = job.log.read_text()
+    assert "SIGUSR1: stopping after this update and saving" in log and "stopped before the time limit: requeued" in log
+    assert f"going on after update {saved}" in log
+    assert losses(tmp_path / "run") == uninterrupted
+
+
+@pytest.mark.parametrize("grace", [0, 30])
+def test_a_preempted_run_goes_on_from_its_last_checkpoint(cluster, train, tmp_path, uninterrupted, grace):
+    """Without grace it is killed at once; with it, the ranks get a SIGTERM and have so many seconds."""
+    cluster.command("scontrol", "update", "PartitionName=low", f"GraceTime={grace}")
+    job = train()
+    trains(job, 20)
+    other = cluster.sbatch(tmp_path / "other", "--partition=high", "--nodes=2", "--wrap=sleep 1")
+    job.wait_requeued()
+    other.wait("COMPLETED")
+    job.wait("COMPLETED")
+    log = job.log.read_text()
+    assert "going on after update" in log and ("was preempted: requeued" in log) == (grace > 0)
+    assert losses(tmp_path / "run") == uninterrupted
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_others_with_the_reason_and_the_run_goes_on(train, tmp_path, uninterrupted, rank):
+    job = train()
+    trains(job, 20)
+    job.kill_rank(rank)
+    job.wait_requeued()
+    job.wait("COMPLETED")
+    log = job.log.read_text()
+    assert f"rank {rank} on " in log and "is lost: its process has ended" in log
+    assert "failed with status 137: requeued" in log
+    assert losses(tmp_path / "run") == uninterrupted
+
+
+def test_a_cancelled_run_saves_and_is_not_requeued(cluster, train, tmp_path):
+    job = train()
+    trains(job, 20)
+    cluster.command("scancel", job.number)
+    facts = job.wait("CANCELLED")
+    assert facts["Restarts"] == "0" and "requeued" not in job.log.read_text()
+    saved = metrics(tmp_path / "run")[-1]["step"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()][-1:] == [f"step-{saved:08d}"]
+
+
+def test_a_wrong_setting_is_not_requeued(train):
+    job = train("optim.lr=fast")
+    facts = job.wait("FAILED")
+    assert (facts["Restarts"], facts["ExitCode"]) == ("0", "2:0") and "fast" in job.log.read_text()
+
+
+def test_a_run_that_fails_at_the_same_update_gives_up(train, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("not a folder")
+    job = train("give_up_after=2")
+    job.wait_requeued(restarts=1)
+    job.wait_requeued(restarts=2)
+    facts = job.wait("FAILED")
+    assert (facts["Restarts"], facts["ExitCode"]) == ("2", "3:0"), job.told()
+    assert "2 starts in a row failed" in job.log.read_text()
+
+
+def test_an_element_of_an_array_is_requeued_alone(cluster, corpus, tmp_path):
+    """Also the one whose number is the whole array's."""
+    words = (*places(corpus, tmp_path, "run-${seed}"), *LONG, "seed=0,1")
+    array = cluster.sbatch(tmp_path / "%a", "--nodes=1", *words, program="slurm/sweep.sbatch")
+    elements = [Job(cluster, f"{array.number}_{i}", tmp_path / f"{i}") for i in range(2)]
+    for i, job in enumerate(elements):
+        trains(job, 20, tmp_path / f"run-{i}")
+    elements.sort(key=lambda job: job.facts()["JobId"] != array.number)
+    elements[0].signal("USR1")
+    elements[0].wait_requeued()
+    elements[0].wait("COMPLETED")
+    assert elements[1].wait("COMPLETED")["Restarts"] == "0"
+    assert "SIGUSR1" not in elements[1].log.read_text()
+
+
+def test_a_sweep_trains_each_combination_once(cluster, corpus, tmp_path):
+    words = (*places(corpus, tmp_path, "${seed}-${schedule.warmup}"), "seed=3,4", "schedule.warmup=0.1,0.2")
+    for attempt in ("first", "second"):
+        job = cluster.sbatch(tmp_path / f"{attempt}-%a", "--nodes=1", *words, program="slurm/sweep.sbatch")
+        job.wait_gone(200)
+        runs = {path.parent.name: path for path in tmp_path.glob("*/metrics.jsonl")}
+        assert sorted(runs) == ["3-0.1", "3-0.2", "4-0.1", "4-0.2"]
+        assert all(metrics(path.parent)[-1]["step"] == 12 for path in runs.values())
+        written = {name: path.stat().st_mtime_ns for name, path in runs.items()}
+        if attempt == "first":
+            before = written
+    assert written == before
+    assert all("finished" in (tmp_path / f"second-{i}").read_text() for i in range(4))

@@ -1,0 +1,209 @@
+"""Gradients that are no numbers, losses that run away, weights that part: never silent, on all ranks alike."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from muown_train.guard import Guard
+from muown_train.status import Outcome, read_status
+from tests.ranks import on_ranks
+from tests.runs import HERE, built, losses, metrics, trained
+
+ROWS = 8  # of an update of tests/runs.py
+
+
+def poisoned(run, rows, rank=0):
+    """Make the loss of batches that begin at these rows NaN on one rank."""
+
+    def poison(module, inputs, loss):
+        first = run.trainer.loader.place - ROWS
+        return loss * math.nan if first in rows and run.trainer.world.rank == rank and module.training else loss
+
+    run.model.register_forward_hook(poison)
+    return run
+
+
+def fitted(run):
+    try:
+        before = run.resume()
+        return before or run.train()
+    finally:
+        run.close()
+
+
+def events(folder):
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def poisoned_on_rank_1(world, corpus, out):
+    run = poisoned(built(corpus, out, world=world), {4 * ROWS}, rank=1)
+    weights = []
+    step = run.trainer.train_step
+
+    def watched():
+        update = step()
+        weights.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]))
+        return update
+
+    run.trainer.train_step = watched
+    assert fitted(run) == Outcome("finished")
+    return weights
+
+
+def test_both_ranks_skip_the_update_that_one_of_them_cannot_make(corpus, tmp_path):
+    of_ranks = on_ranks(2, poisoned_on_rank_1, corpus, tmp_path)
+    for a, b in zip(*of_ranks, strict=True):
+        assert torch.equal(a, b)
+    for i in range(1, 12):
+        assert torch.equal(of_ranks[0][i], of_ranks[0][i - 1]) == (i == 4), i
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines if "train/skipped" in line] == [5]
+    (event,) = events(tmp_path / "run")
+    assert (event["kind"], event["step"], event["ranks"]) == ("skipped update", 5, [1])
+    assert event["data/hash"] == lines[5]["data/hash"] and event["rows"] == [4 * ROWS, 5 * ROWS]
+
+
+BAD = {k * ROWS for k in (5, 6, 7)}  # updates 6 to 8; checkpoints at 4 and 8, log boundaries every 3
+
+
+def expected_hashes(corpus, out):
+    trained(corpus, out, f"tokens={256 * 15}", "name=longer")
+    hashes = [line["data/hash"] for line in metrics(out / "longer") if "data/hash" in line]
+    return hashes[:5] + hashes[8:]
+
+
+def check_rolled_back(folder, hashes):
+    lines = metrics(folder)
+    assert [line["step"] for line in lines] == list(range(13))
+    assert [line["data/hash"] for line in lines[1:]] == hashes
+    assert all(isinstance(line["train/loss"], float) and "train/skipped" not in line for line in lines[1:])
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_rolls_back_past_the_bad_rows(corpus, tmp_path, ranks):
+    if ranks == 1:
+        run = poisoned(built(corpus, tmp_path, "max_bad_updates=3"), BAD)
+        assert fitted(run) == Outcome("finished")
+    else:
+        on_ranks(2, rolled_back_on_two, corpus, tmp_path)
+    check_rolled_back(tmp_path / "run", expected_hashes(corpus, tmp_path))
+    skipped, rollback = events(tmp_path / "run")[:3], events(tmp_path / "run")[3]
+    assert [event["step"] for event in skipped] == [6, 7, 8]
+    assert (rollback["kind"], rollback["to"], len(rollback["rows"])) == ("rollback", 4, 3)
+
+
+def rolled_back_on_two(world, corpus, out):
+    run = poisoned(built(corpus, out, "max_bad_updates=3", world=world), BAD, rank=1)
+    assert fitted(run) == Outcome("finished")
+
+
+@pytest.mark.parametrize("stopped_at", [5, 9])
+def test_a_stop_after_a_rollback_loses_neither_it_nor_the_skipped_rows(corpus, tmp_path, stopped_at):
+    run = poisoned(built(corpus, tmp_path, "max_bad_updates=3"), BAD)
+    step = run.trainer.train_step
+
+    def stopping():
+        if run.trainer.guard.rollbacks and run.trainer.step == stopped_at - 1:
+            run.trainer.stop.request("SIGTERM")
+        return step()
+
+    run.trainer.train_step = stopping
+    assert fitted(run) == Outcome("stopped", "SIGTERM")
+    assert fitted(poisoned(built(corpus, tmp_path, "max_bad_updates=3"), BAD)) == Outcome("finished")
+    check_rolled_back(tmp_path / "run", expected_hashes(corpus, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "overrides, rows, part",
+    [
+        (["on_bad_updates=stop"], BAD, "not finite in 3 updates in a row, the last one 8"),
+        (["max_rollbacks=0"], BAD, "after 0 rollbacks"),
+        ([], {k * ROWS for k in range(100)}, "no checkpoint to go back to"),
+        (["save_every=1"], {k * ROWS for k in range(2, 100)}, "after 3 rollbacks"),
+    ],
+)
+def test_what_cannot_be_mended_has_diverged(corpus, tmp_path, overrides, rows, part):
+    outcome = fitted(poisoned(built(corpus, tmp_path, "max_bad_updates=3", *overrides), rows))
+    assert outcome.state == "diverged" and part in outcome.reason
+    status = read_status(tmp_path / "run")
+    assert status["state"] == "diverged" and status["reason"] == outcome.reason
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert fitted(built(corpus, tmp_path, "max_bad_updates=3", *overrides)) == outcome  # a result: nothing is trained
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_a_loss_that_runs_away(corpus, tmp_path):
+    """The mean over a log interval counts, after the update that is given."""
+    whole = losses(trained(corpus, tmp_path, "name=whole").folder)
+    limit = min(sum(whole[k : k + 3]) / 3 for k in (3, 6)) - 1e-6  # log_every=3
+    outcome = fitted(built(corpus, tmp_path, f"diverged_above={limit}", "diverged_from=3", "eval_every=100"))
+    assert outcome.state == "diverged" and f"above diverged_above={limit:g}" in outcome.reason
+    assert metrics(tmp_path / "run")[-1]["step"] in (4, 6)
+    assert (
+        fitted(built(corpus, tmp_path, f"diverged_above={limit}", "diverged_from=12", "name=late")).state == "finished"
+    )
+
+
+def test_judging_updates():
+    guard = Guard(max_bad_updates=3)
+    marks = "..xx.xxxx.x"
+    lines = [{"step": step} | ({"train/skipped": True} if mark == "x" else {}) for step, mark in enumerate(marks, 1)]
+    rows = [(line["step"], line["step"] + 1) for line in lines]
+    assert guard.bad_updates(lines[:7], rows[:7]) is None
+    assert guard.bad_updates(lines[7:], rows[7:]).endswith("in 4 updates in a row, the last one 9")
+    assert guard.bad_rows == rows[5:9]
+    with pytest.raises(ValueError, match="on_bad_updates='x' must be rollback or stop"):
+        Guard(on_bad_updates="x")
+
+
+def altered_on_one(world, corpus, out, altered_rank):
+    # sharded, the owner's values would be everybody's after the next step
+    run = built(corpus, out, "check_every=3", "shard_optimizer=false", world=world)
+    step = run.trainer.train_step
+
+    def alter():
+        if run.trainer.step == 7 and world.rank == altered_rank:
+            next(run.model.parameters()).data[0, 0] += 1e-3
+        return step()
+
+    run.trainer.train_step = alter
+    try:
+        fitted(run)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def test_weights_that_have_parted_are_found(corpus, tmp_path):
+    said = on_ranks(2, altered_on_one, corpus, tmp_path, 1)
+    assert said[0] == said[1] and said[0].startswith("after update 9 ") and "embed" in said[0]
+    assert on_ranks(2, altered_on_one, corpus, tmp_path / "whole", None) == [None, None]
+
+
+@pytest.mark.parametrize("policy, writable_at", [("stop", None), ("stop", 6), ("continue", 6), ("continue", None)])
+def test_metrics_that_cannot_be_written(corpus, tmp_path, monkeypatch, policy, writable_at):
+    """No checkpoint goes beyond the record; nothing is missing from it once there is room again."""
+    run = built(corpus, tmp_path, f"on_save_error={policy}")
+    record = run.trainer.metrics
+    append = record.append
+
+    def full(lines):
+        if run.trainer.step > 2 and (writable_at is None or run.trainer.step < writable_at):
+            record._lines.path = tmp_path / "no" / "such" / "folder"
+        else:
+            record._lines.path = record.path
+        append(lines)
+
+    monkeypatch.setattr(record, "append", full)
+    if writable_at and policy == "continue":
+        assert fitted(run) == Outcome("finished")
+        assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(13))
+    else:  # the save at update 4, or the last one, must not be
+        with pytest.raises(OSError):
+            fitted(run)
+        assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+    resumed = trained(corpus, tmp_path)
+    assert [line["step"] for line in metrics(resumed.folder)] == list(range(13))
+    assert losses(resumed.folder) == losses(trained(corpus, tmp_path / "whole", world=HERE).folder)

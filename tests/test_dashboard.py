@@ -1,0 +1,81 @@
+"""The view of an experiment: its specification, offline, names metrics that runs write."""
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("wandb_workspaces")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*arguments: str) -> None:
+    """The script in this process: importing what it needs takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["wandb_dashboard.py", *arguments])
+        runpy.run_path(str(ROOT / "scripts" / "wandb_dashboard.py"), run_name="__main__")
+
+
+@pytest.fixture
+def view(capsys) -> dict:
+    run("me/muown", "--group", "table 1", "--print")
+    return json.loads(capsys.readouterr().out)
+
+
+def test_it_shows_the_runs_of_a_group_over_tokens(view):
+    assert (view["entity"], view["project"], view["displayName"]) == ("me", "muown", "table 1")
+    section = view["spec"]["section"]
+    (filtered,) = section["runSets"][0]["filters"]["filters"]
+    assert filtered["key"] == {"section": "run", "name": "group"}
+    assert (filtered["op"], filtered["value"]) == ("=", "table 1")
+    assert section["settings"]["xAxis"] == "tokens"
+
+
+def test_its_panels(view):
+    panels = {}
+    for section in view["spec"]["section"]["panelBankConfig"]["sections"]:
+        assert section["isOpen"] and section["localPanelSettings"]["xAxis"] == "tokens"
+        for panel in section["panels"]:
+            panels[panel["config"]["chartTitle"]] = panel["viewType"], panel["config"]
+    curves = {title: config for title, (kind, config) in panels.items() if kind == "Run History Line Plot"}
+    assert all(config["xAxis"] == "tokens" for config in curves.values())
+    for title in ("Validation loss", "Training loss"):
+        assert curves[title]["groupBy"] == "run.value.optimizer" and curves[title]["groupAgg"] == "mean"
+    kind, scatter = panels["Final perplexity against learning rate"]
+    assert kind == "Scatter Plot" and scatter["xAxisLogScale"]
+    assert (scatter["xAxis"], scatter["yAxis"]) == ("config:optim.value.lr", "summary:valid/perplexity")
+    assert re.match(curves["Spectra"]["metricRegex"], "spectral/norm/layers.0.mlp")
+    shown = {metric for config in curves.values() for metric in config["metrics"]}
+    wanted = {"train/grad_norm", "train/skipped_updates", "system/tokens_per_second", "valid/loss", "train/loss"}
+    assert wanted < shown
+    trainer = (ROOT / "muown_train" / "trainer.py").read_text()
+    assert [metric for metric in shown if f'"{metric}"' not in trainer] == []
+
+
+def test_the_optimizer_is_where_the_sink_writes_it(tmp_path):
+    from muown_train.wandb_sink import _facts
+
+    assert _facts(tmp_path, {"optim": {"_target_": "muown_train.optim.Muown"}}) == {"optimizer": "Muown"}
+
+
+@pytest.mark.parametrize("project", ["muown", "me/", "a/b/c"])
+def test_a_project_is_named_with_its_entity(project, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(project, "--print")
+    assert f"{project!r} must be ENTITY/PROJECT" in capsys.readouterr().err
+
+
+def test_a_view_that_cannot_be_saved(monkeypatch):
+    from wandb_workspaces.workspaces import Workspace
+
+    def refused(self):
+        raise RuntimeError("no access with api_key=0123456789abcdef\nand more")
+
+    monkeypatch.setattr(Workspace, "save", refused)
+    with pytest.raises(SystemExit) as ended:
+        run("me/muown")
+    assert ended.value.code == "error: the view could not be saved: no access with api_key=***"

@@ -1,0 +1,12 @@
+"""Two seeded kills of each kind; `python -m tests.kill_runs` makes more."""
+
+import pytest
+
+from tests.kill_runs import SAVE_EVERY, trials
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", SAVE_EVERY)
+def test_killed_at_a_random_moment_it_goes_on_bit_for_bit(corpus, tmp_path, kind):
+    assert trials(kind, times=2, seed=1, ranks=2, corpus=corpus, out=tmp_path) == []

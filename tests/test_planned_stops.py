@@ -1,0 +1,141 @@
+"""A planned stop loses nothing: checkpoint, exit status 0, and the same command ends where it would have ended."""
+
+import json
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+
+from muown_train.status import GaveUp, Outcome, count_start, read_status, write_status
+from tests.ranks import on_ranks
+from tests.runs import HERE, built, metrics, trained
+from tests.test_main import COMMAND, small
+from tests.test_trainer import weights
+
+KEYS = ("step", "tokens", "train/loss", "train/grad_norm", "train/lr", "data/hash", "valid/loss", "valid/perplexity")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(corpus, tmp_path_factory):
+    run = trained(corpus, tmp_path_factory.mktemp("whole"))
+    return metrics(run.folder), weights(run)
+
+
+def stopped(run, after):
+    """Train a run that is asked to stop during this update."""
+    step = run.trainer.train_step
+
+    def stopping():
+        if run.trainer.step == after - 1:
+            run.trainer.stop.request("SIGUSR1")
+        return step()
+
+    run.trainer.train_step = stopping
+    run.resume()
+    outcome = run.train()
+    run.close()
+    return outcome
+
+
+@pytest.mark.parametrize(
+    "after", [1, 5, 8, 12, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 3, 4, 6, 7, 9, 10, 11))]
+)
+def test_nothing_is_lost_or_done_twice(corpus, tmp_path, uninterrupted, after):
+    run = built(corpus, tmp_path)
+    expected = Outcome("stopped", "SIGUSR1") if after < 12 else Outcome("finished")
+    assert stopped(run, after) == expected
+    assert read_status(run.folder) | {"time": 0} == {
+        "state": expected.state,
+        "reason": expected.reason,
+        "step": after,
+        "steps": 12,
+        "time": 0,
+    }
+    resumed = trained(corpus, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(weights(resumed), uninterrupted[1], strict=True))
+    for key in KEYS:
+        assert [line.get(key) for line in metrics(run.folder)] == [line.get(key) for line in uninterrupted[0]], key
+
+
+def stopped_on(world, corpus, out):
+    run = built(corpus, out, world=world)
+    if world.rank == 1:
+        return stopped(run, 5)
+    run.resume()
+    outcome = run.train()
+    run.close()
+    return outcome, run.trainer.step
+
+
+def test_all_ranks_stop_after_the_same_update(corpus, tmp_path, uninterrupted):
+    first, second = on_ranks(2, stopped_on, corpus, tmp_path)
+    assert first[0] == second == Outcome("stopped", "SIGUSR1")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()][-1] == f"step-{first[1]:08d}"
+    trained(corpus, tmp_path)
+    assert [line["data/hash"] for line in metrics(tmp_path / "run")[1:]] == [
+        line["data/hash"] for line in uninterrupted[0][1:]
+    ]
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGUSR1, *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGTERM, signal.SIGINT))],
+)
+def test_signals(corpus, tmp_path, number):
+    """A real process; the run is long enough to be met in the middle."""
+    arguments = small(
+        corpus, tmp_path, "name=run", "tokens=512000", "log_every=1000", "eval_every=1000", "save_every=1000"
+    )
+    process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while "step    0/2000" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(0.3)
+    process.send_signal(number)
+    out, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert said.startswith(f"{number.name}: stopping after this update and saving")
+    step = read_status(tmp_path / "run")["step"]
+    assert 0 < step < 2000 and f"stopped after update {step} ({number.name}), saved" in out
+    assert metrics(tmp_path / "run")[-1]["step"] == step
+    assert (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").exists()
+
+
+def test_a_time_limit(corpus, tmp_path):
+    started = time.monotonic()
+    run = built(corpus, tmp_path, "tokens=5120000", "time_limit=0.03")
+    run.resume()
+    assert run.train() == Outcome("stopped", "time limit")
+    run.close()
+    assert 1.5 < time.monotonic() - started < 15
+
+
+def started_often(folder, *found):
+    """Starts of a run whose metrics end at these steps ("stopped": after a planned end)."""
+    for step in found:
+        if step == "stopped":
+            write_status(folder, Outcome("stopped"), 0, 10)
+            continue
+        if step is not None:
+            (folder / "metrics.jsonl").write_text(json.dumps({"step": step}) + "\n")
+        count_start(folder, 3, HERE)
+        write_status(folder, Outcome("running"), 0, 10)
+
+
+@pytest.mark.parametrize(
+    "found", [[None, 5, 5], [None, 5, 7, 5, 7, 7], [None, 5, 5, "stopped", 5, 5, 5], [None, None, None]]
+)
+def test_gives_up_after_three_failures_at_one_update(tmp_path, found, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    started_often(tmp_path, *found)
+    step = found[-1] or 0
+    with pytest.raises(GaveUp, match=f"3 starts in a row failed after update {step};"):
+        started_often(tmp_path, found[-1])
+    monkeypatch.setenv("SLURM_JOB_ID", "2")
+    started_often(tmp_path, found[-1])  # submitted again
+
+
+def test_status_that_cannot_be_read_is_none(tmp_path):
+    (tmp_path / "status.json").write_text("[")
+    assert read_status(tmp_path) == {}
