@@ -1,8 +1,11 @@
 """Small runs in this process: compose a configuration as the command line would, build and train it."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
@@ -29,6 +32,12 @@ SMALL = (
     "precision=float32",
     "sample_tokens=0",
 )
+
+
+def slow_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
+    """Parameters of a test that is slow for all values but some."""
+    few = list(quick)
+    return [value if value in few else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def configured(*overrides: str) -> DictConfig:
