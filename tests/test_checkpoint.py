@@ -342,6 +342,7 @@ def test_saved_on_1_2_4_ranks_it_loads_on_1_2_4_sharded_or_replicated(ranks):
     assert seen == 4 * (1 + 2 + 2 + 4)
 
 
+@pytest.mark.slow
 def test_each_owner_writes_its_own_part(ranks):
     folder, _ = ranks
     keys = [set(load_file(path)) for path in sorted((folder / "4True" / "step-00000003").glob("*.safetensors"))]
@@ -349,6 +350,7 @@ def test_each_owner_writes_its_own_part(ranks):
     assert sum(any(key.startswith("o/") for key in part) for part in keys) > 1
 
 
+@pytest.mark.slow
 def test_one_rank_that_cannot_write_is_an_error_on_all(ranks):
     _, found = ranks
     for raised, settled, names, newest in [of_rank["failed"] for of_rank in found[:2]]:

@@ -165,8 +165,8 @@ def test_a_disk_that_cannot_take_a_checkpoint(corpus, tmp_path):
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert re.fullmatch(r"error: cannot write a checkpoint to \S+/full/checkpoints: .*\n", done.stderr), done.stderr
     assert not list((tmp_path / "full" / "checkpoints").iterdir())
-    # what the thread that writes it found is known at the next boundary
-    assert [line["step"] for line in metrics(tmp_path / "full")] == [0, 1, 2, 3, 4, 5]
+    # what the thread that writes it found is known now or at the next boundary
+    assert [line["step"] for line in metrics(tmp_path / "full")] in (list(range(5)), list(range(6)))
     assert subprocess.run(command, capture_output=True).returncode == 0  # with room again
 
 

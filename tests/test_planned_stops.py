@@ -10,7 +10,7 @@ import torch
 
 from muown_train.status import GaveUp, Outcome, count_start, read_status, write_status
 from tests.ranks import on_ranks
-from tests.runs import HERE, built, metrics, trained
+from tests.runs import HERE, built, metrics, slow_but, trained
 from tests.test_main import COMMAND, small
 from tests.test_trainer import weights
 
@@ -39,9 +39,7 @@ def stopped(run, after):
     return outcome
 
 
-@pytest.mark.parametrize(
-    "after", [1, 5, 8, 12, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 3, 4, 6, 7, 9, 10, 11))]
-)
+@pytest.mark.parametrize("after", slow_but([1, 5, 8, 12], range(1, 13)))
 def test_nothing_is_lost_or_done_twice(corpus, tmp_path, uninterrupted, after):
     run = built(corpus, tmp_path)
     expected = Outcome("stopped", "SIGUSR1") if after < 12 else Outcome("finished")
@@ -79,10 +77,7 @@ def test_all_ranks_stop_after_the_same_update(corpus, tmp_path, uninterrupted):
     ]
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGUSR1, *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGTERM, signal.SIGINT))],
-)
+@pytest.mark.parametrize("number", slow_but([signal.SIGUSR1], [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]))
 def test_signals(corpus, tmp_path, number):
     """A real process; the run is long enough to be met in the middle."""
     arguments = small(

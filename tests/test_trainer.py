@@ -10,7 +10,7 @@ from muown_train.distributed import World
 from muown_train.optim import Muown
 from muown_train.trainer import Trainer
 from tests.ranks import on_ranks
-from tests.runs import built, losses, metrics, trained
+from tests.runs import built, losses, metrics, slow_but, trained
 
 
 class Killed(BaseException):
@@ -59,9 +59,7 @@ def uninterrupted(corpus, tmp_path_factory):
     return metrics(out / "run"), weights(run)
 
 
-@pytest.mark.parametrize(
-    "killed_at", [0, 3, 8, 11, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 4, 5, 6, 7, 9, 10))]
-)
+@pytest.mark.parametrize("killed_at", slow_but([0, 3, 8, 11], range(12)))
 def test_killed_at_any_step_it_goes_on_bit_for_bit(corpus, tmp_path, monkeypatch, uninterrupted, killed_at):
     run = built(corpus, tmp_path)
     step = Trainer.train_step
