@@ -5,6 +5,7 @@ goes on; 2 a setting that cannot be; 3 the same update has failed too often; 130
 """
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,19 +87,33 @@ def train(config: DictConfig) -> None:
             before = run.resume()
             outcome = before or trained(run)
             if here.is_main:
-                finish(run, outcome, already=before is not None)
+                with undisturbed():
+                    finish(run, outcome, already=before is not None)
+        except OSError as error:  # no wrong setting: what wrote and read until now cannot
+            raise Failed(one_sentence(error, [])) from error
         finally:
             run.close()
+        if outcome.state == "stopped":
+            sys.exit(0)  # nor are further jobs of --multirun begun
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """What asks for a stop comes too late to matter: SLURM sends some signals twice."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def trained(run: "Run") -> "Outcome":
-    """Train; from here on an error is no longer a wrong setting, and a ValueError keeps its traceback."""
+    """Train; from here on a ValueError is no longer a wrong setting and keeps its traceback."""
     import torch
 
     try:
         return run.train()
-    except OSError as error:
-        raise Failed(one_sentence(error, [])) from error
     except ValueError as error:
         raise RuntimeError(f"training failed after update {run.trainer.step}") from error
     except torch.OutOfMemoryError as error:

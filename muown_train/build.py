@@ -68,9 +68,11 @@ class Run:
         if before.get("state") == "diverged":
             return Outcome("diverged", before["reason"])
         if trainer.resume():
+            if before.get("state") != "finished":  # killed before it could say so
+                self._status(Outcome("finished"))
             return Outcome("finished")
         if trainer.world.is_main:
-            manifest.write(self.folder, OmegaConf.to_yaml(OmegaConf.create(self.resolved)), self.facts)
+            manifest.write(self.folder, self.resolved, self.facts)
             manifest.show(self.facts, self.folder)
             if trainer.step:
                 print(f"  going on after update {trainer.step:,}", flush=True)
@@ -90,9 +92,9 @@ class Run:
         about, file = self.trainer.checkpoints.about, self.folder / "wandb_id"
         if about["wandb_id"] and not file.exists():
             replace(file, about["wandb_id"].encode())
+        self.trainer.sinks = self.sinks  # to be ended, whatever happens
         for sink in self.sinks:
             sink.start(self.folder, self.resolved, self.trainer.settings.steps)
-        self.trainer.sinks = self.sinks
         if file.exists():
             about["wandb_id"] = file.read_text().strip()
 
@@ -123,6 +125,8 @@ def build(config: DictConfig, name: str, world: World) -> Run:
     top = top_level(resolved, name)
     autocast = hardware.wants_autocast(top.precision, world.device)
     batch_rows = rows_per_update(top.batch_tokens, top.seq_len, top.micro_batch, world.size)
+
+    stop = Stop(world, None if top.time_limit is None else 60 * top.time_limit)  # counts from here
 
     torch.manual_seed(top.seed)
     model: LanguageModel = factory(resolved["model"], "model", trust=top.trust)().to(world.device)
@@ -190,8 +194,15 @@ def build(config: DictConfig, name: str, world: World) -> Run:
             about=redacted_tree({"config": resolved, "data": data.facts}) | {"wandb_id": (about or {}).get("wandb_id")},
         ),
         settings=settings,
-        guard=Guard(top.max_bad_updates, top.on_bad_updates, top.max_rollbacks, top.diverged_above, top.diverged_from),
-        stop=Stop(world, None if top.time_limit is None else 60 * top.time_limit),
+        guard=Guard(
+            top.max_bad_updates,
+            top.on_bad_updates,
+            top.max_rollbacks,
+            top.diverged_above,
+            top.diverged_from,
+            top.log_every,
+        ),
+        stop=stop,
         metrics=Metrics(folder) if world.is_main else None,
     )
     run = Run(trainer, model, folder, data, top, resolved, facts={}, sinks=[], lock=None)

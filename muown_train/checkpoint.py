@@ -251,9 +251,7 @@ class Checkpoints:
             ValueError: on every rank, if there are checkpoints but none that can be used.
         """
         self._settle_or_warn()
-        newest, error = self.world.gather(self._newest() if self.world.is_main else (None, None))[0]
-        if error:
-            raise ValueError(error)
+        newest = self.world.on_main(self._newest)
         if newest is None:
             return None
         index = json.loads((self.folder / newest / files.INDEX).read_text())
@@ -288,7 +286,10 @@ class Checkpoints:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         if main:
-            self._removing = files.prune(self.folder, self.keep, self.keep_every, self.keep_best, self.warn)
+            try:
+                self._removing = files.prune(self.folder, self.keep, self.keep_every, self.keep_best, self.warn)
+            except OSError as error:  # the checkpoint is there all the same
+                self.warn(f"old checkpoints stay: {error}")
         return True
 
     def _settle_or_warn(self) -> None:
@@ -298,25 +299,25 @@ class Checkpoints:
             if self.world.is_main:
                 self.warn(f"the last checkpoint is lost: {error}")
 
-    def _newest(self) -> tuple[str | None, str | None]:
-        """Name of the newest undamaged checkpoint, or why there is none although there were some."""
+    def _newest(self) -> str | None:
+        """Name of the newest undamaged checkpoint, None where there never was one; on the main rank."""
         for folder in files.newest_first(self.folder):
             try:
                 fault = files.fault(folder)
             except files.OtherFormat as error:
-                return None, str(error)
+                raise ValueError(str(error)) from None
             if fault is None:
-                return folder.name, None
+                return folder.name
             aside = folder.with_name(f"damaged-{folder.name}")
             while aside.exists():
                 aside = aside.with_name(aside.name + "+")
             folder.rename(aside)
             self.warn(f"checkpoint {folder} is damaged ({fault}): set aside as {aside.name}, trying the one before it")
         if any(self.folder.glob("damaged-step-*")):
-            return None, (
+            raise ValueError(
                 f"no checkpoint in {self.folder} can be used: restore one, or give the run another name to start again"
             )
-        return None, None
+        return None
 
     def _attempt(self, action: Callable[[], Any]) -> list[Any]:
         """Results of all ranks, or one OSError on all of them: no rank waits for one that failed."""

@@ -23,9 +23,7 @@ class Guard:
         max_rollbacks: one more ends the run as diverged.
         diverged_above: a training loss, in nats per token, above which the run has diverged; None: any is fine.
         diverged_from: judged only after so many updates.
-
-    Raises:
-        ValueError: a rule that cannot be.
+        window: so many updates give one mean loss to judge.
     """
 
     max_bad_updates: int = 10
@@ -33,12 +31,10 @@ class Guard:
     max_rollbacks: int = 3
     diverged_above: float | None = None
     diverged_from: int = 0
+    window: int = 10
     rollbacks: int = field(default=0, init=False)
     bad_rows: list[Rows] = field(default_factory=list, init=False)  # of the last skipped updates in a row
-
-    def __post_init__(self) -> None:
-        if self.on_bad_updates not in ("rollback", "stop"):
-            raise ValueError(f"on_bad_updates={self.on_bad_updates!r} must be rollback or stop")
+    losses: list[float] = field(default_factory=list, init=False)  # of the window that has begun
 
     def bad_updates(self, lines: Sequence[Line], rows: Sequence[Rows]) -> str | None:
         """Why there are too many bad updates; None if there are not.
@@ -61,13 +57,22 @@ class Guard:
         return f"gradients were not finite in {count} updates in a row, the last one {updates}"
 
     def diverged(self, lines: Sequence[Line]) -> str | None:
-        """Why the run has diverged, by the mean loss of these updates; None if it has not."""
-        judged = [line["train/loss"] for line in lines if line["step"] > self.diverged_from]
-        judged = [loss for loss in judged if math.isfinite(loss)]
-        if self.diverged_above is None or not judged:
+        """Why the run has diverged; None if it has not. Windows end where the number of updates is a multiple."""
+        reason = None
+        if self.diverged_above is None:
             return None
-        mean = sum(judged) / len(judged)
-        if mean <= self.diverged_above:
-            return None
-        last = lines[-1]["step"]
-        return f"training loss {mean:.4f} up to update {last} is above diverged_above={self.diverged_above:g}"
+        for line in lines:
+            self.losses.append(line["train/loss"])
+            if line["step"] % self.window:
+                continue
+            known = [loss for loss in self.losses if math.isfinite(loss)]
+            whole = len(self.losses) == self.window  # after a resume the first may not be
+            self.losses.clear()
+            if whole and known and line["step"] > self.diverged_from:
+                mean = sum(known) / len(known)
+                if mean > self.diverged_above:
+                    reason = (
+                        f"training loss {mean:.4f}, the mean of {self.window} updates up to update {line['step']}, "
+                        f"is above diverged_above={self.diverged_above:g}"
+                    )
+        return reason

@@ -140,13 +140,16 @@ class Liveness:
     # all that follows runs in the thread
 
     def _watch(self) -> None:
-        beaten = 0.0
+        beaten, looked = 0.0, time.monotonic()
         while True:
             for key, _ in self._selector.select(self._every):
                 self._take(key.fileobj)
             if self._parting and (self.rank > 0 or self._parting == "failed" or not self._heard):
                 return self._send(self._parting)
             now = time.monotonic()
+            if now - looked > self.lost_after / 2:  # this process was halted, as all may have been: nobody is late yet
+                self._heard = dict.fromkeys(self._heard, now)
+            looked = now
             if now - beaten >= self._every:
                 beaten = now
                 self._send("alive")

@@ -61,15 +61,13 @@ def groups(optimizer: Combined) -> list[dict[str, Any]]:
     ]
 
 
-def write(folder: Path, config: str, facts: Mapping[str, Any]) -> None:
+def write(folder: Path, config: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
     """config.yaml and manifest.json in a run's folder, with *** in place of secrets.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    # not in the text itself: *** would have to be in quotes there
-    settings = redacted_tree(OmegaConf.to_container(OmegaConf.create(config)))
-    replace(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(settings)).encode())
+    replace(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(redacted_tree(config))).encode())
     replace(folder / "manifest.json", (json.dumps(redacted_tree(facts), indent=1) + "\n").encode())
 
 
@@ -77,11 +75,12 @@ def show(facts: Mapping[str, Any], folder: Path) -> None:
     """The head of a run's output."""
     settings = facts["settings"]
     tokens = settings["steps"] * settings["batch_tokens"]
+    amount = f"{tokens / 1e6:,.1f}M" if tokens >= 1e5 else f"{tokens:,}"
     precision = "bfloat16" if settings["autocast"] else "float32"
     print(f"{folder}")
     print(
         f"  {facts['parameters']:,} parameters, {settings['steps']:,} updates of {settings['batch_tokens']:,} tokens "
-        f"({tokens / 1e6:,.1f}M), {precision} on {facts['ranks']} x {facts['device']}"
+        f"({amount}), {precision} on {facts['ranks']} x {facts['device']}"
     )
     for group in facts["groups"]:
         shapes = group["parameters"].values()

@@ -93,10 +93,22 @@ class Metrics:
             replace(self.path, whole)
         self._lines.waiting.clear()
 
+    def amend(self, line: Line) -> None:
+        """Put a line in place of the last one, if that is of the same step, and else after it; at once or not at all.
+
+        Raises:
+            OSError: the file cannot be written; it is as before.
+        """
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        last = _parsed(lines[-1]) if lines else None
+        if last is not None and last["step"] == line["step"]:
+            lines.pop()
+        replace(self.path, b"".join([*lines, _encoded(line)]))
+
     def read(self) -> list[Line]:
         """All lines, those that wait too."""
         written = read_metrics(self.path) if self.path.exists() else []
-        return written + [json.loads(text) for text in self._lines.waiting]
+        return written + [line for text in self._lines.waiting if (line := _parsed(text)) is not None]
 
 
 class WholeLines:
@@ -151,10 +163,12 @@ def read_metrics(path: Path) -> list[Line]:
 
 
 def _parsed(text: bytes) -> Line | None:
-    """A line of metrics, if it is one."""
+    """A line of metrics, if it is one, with what `_encoded` wrote as strings as numbers again."""
     try:
         line = json.loads(text)
-        return line if isinstance(line, dict) and math.isfinite(line["step"]) else None
+        if not isinstance(line, dict) or not math.isfinite(line["step"]):
+            return None
+        return {key: float(value) if value in ("nan", "inf", "-inf") else value for key, value in line.items()}
     except (ValueError, KeyError, TypeError, OverflowError):
         return None
 

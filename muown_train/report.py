@@ -21,8 +21,8 @@ def summarize(lines: Sequence[Line]) -> dict[str, Any]:
     return {
         "step": final["step"],
         "tokens": final["tokens"],
-        "valid/loss": float(final["valid/loss"]),  # "nan" is a string in JSON
-        "valid/perplexity": float(final["valid/perplexity"]),
+        "valid/loss": final["valid/loss"],
+        "valid/perplexity": final["valid/perplexity"],
         "seconds": final["time"],
         "tokens_per_second": sorted(speeds)[len(speeds) // 2] if speeds else None,
     }
@@ -46,6 +46,8 @@ def finish(run: Run, outcome: Outcome, already: bool) -> None:
     """
     assert run.trainer.metrics is not None
     if outcome.state == "stopped":
+        for sink in run.trainer.sinks:
+            sink.finish({"outcome": "stopped", "reason": outcome.reason})
         print(f"stopped after update {run.trainer.step:,} ({outcome.reason}), saved: the same command goes on")
         return
     lines = run.trainer.metrics.read()

@@ -19,9 +19,9 @@ from muown_train.records import Metrics
 
 @dataclass(frozen=True)
 class Outcome:
-    """How training ended."""
+    """How training ended, or stands."""
 
-    state: str  # stopped, finished, diverged
+    state: str  # running, stopped, finished, diverged
     reason: str = ""
 
 
@@ -61,15 +61,21 @@ def _count(folder: Path, give_up_after: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path, job = folder / "starts.jsonl", os.environ.get("SLURM_JOB_ID")
     starts = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    status = read_status(folder)
+    planned = status.get("state") in ("stopped", "finished", "diverged")
     failed_at = None
-    if starts and read_status(folder).get("state") != "stopped":
+    ended = planned and bool(starts) and status["time"] >= starts[-1]["time"]
+    if starts and starts[-1]["job"] == job and not ended:
         lines = Metrics(folder).read()
         failed_at = lines[-1]["step"] if lines else 0
     starts.append({"job": job, "failed_at": failed_at, "time": time.time()})
-    replace(path, "".join(json.dumps(start) + "\n" for start in starts).encode())
     last = starts[-give_up_after:]
     same = all(start["job"] == job and start["failed_at"] == failed_at for start in last)
-    if failed_at is not None and same and len(last) == give_up_after:
+    given_up = failed_at is not None and same and len(last) == give_up_after
+    if given_up:
+        starts[-1]["failed_at"] = None  # whoever starts it again has looked at it
+    replace(path, "".join(json.dumps(start) + "\n" for start in starts).encode())
+    if given_up:
         raise GaveUp(
             f"{folder}: {give_up_after} starts in a row failed after update {failed_at}; look at the log, "
             "mend the cause, and submit the run again"

@@ -118,8 +118,9 @@ class Trainer:
             reason = self.stop.agreed()
             if self.step == self.settings.steps:
                 reason = None  # it ends anyhow
-            intervals = (self.settings.log_every, self.settings.eval_every, self.settings.save_every)
-            if reason or any(map(self.due, intervals)):
+            settings = self.settings
+            intervals = (settings.log_every, settings.eval_every, settings.save_every, settings.check_every)
+            if reason or any(self.due(every) for every in intervals if every):
                 outcome = self.boundary(reason)
                 if outcome:
                     return outcome
@@ -133,8 +134,8 @@ class Trainer:
         owed = self.step == 0 or (self.due(self.settings.eval_every) and "valid/loss" not in last)
         if self.world.gather(owed)[0]:
             line = {"step": self.step, "tokens": self.tokens, "time": self.seconds, **last, **self.evaluate()}
-            self.rewind(self.step - 1)
-            self.record([line])
+            self.world.on_main(lambda: self.metrics.amend(line) if self.metrics else None)
+            self.show([line])
         self.resumed_at = time.perf_counter()
 
     def boundary(self, stopping: str | None) -> Outcome | None:
@@ -158,28 +159,30 @@ class Trainer:
         if too_bad and self.guard.on_bad_updates == "rollback":
             return self.roll_back(too_bad)
         if too_bad or diverged:
-            self.checkpoints.settle(wait=True)
-            return Outcome("diverged", too_bad or diverged or "")
+            return self.diverged(too_bad or diverged or "")
         if self.settings.check_every and self.due(self.settings.check_every):
             self.compare_weights()
         last = bool(stopping) or self.step == self.settings.steps
-        if last or self.due(self.settings.save_every):
+        # what bad updates lead to is not what to go back to
+        if last or (self.due(self.settings.save_every) and not self.guard.bad_rows):
             self.unless_unsaved(lambda: self.save(lines[-1].get("valid/loss"), last), fatal=last)
         self.unless_unsaved(self.checkpoints.settle)
         return Outcome("stopped", stopping) if stopping else None
 
     def roll_back(self, why: str) -> Outcome | None:
         """Go back to the last checkpoint and past the rows of the bad updates; a collective call."""
-        updates, rows = self.step, list(self.guard.bad_rows)
+        updates, rows, before = self.step, list(self.guard.bad_rows), self.guard.rollbacks
         self.guard.bad_rows.clear()
-        if self.guard.rollbacks == self.guard.max_rollbacks:
-            return Outcome("diverged", f"{why}, after {self.guard.rollbacks} rollbacks")
+        self.guard.losses.clear()
+        if before == self.guard.max_rollbacks:
+            return self.diverged(f"{why}, after {before} rollbacks")
+        skipped = [*self.loader.skipped, *rows]  # also those that the checkpoint does not know of
         step = self.checkpoints.load(self.stateful())
         if step is None:
-            return Outcome("diverged", f"{why}, and there is no checkpoint to go back to")
-        self.guard.rollbacks += 1
+            return self.diverged(f"{why}, and there is no checkpoint to go back to")
+        self.guard.rollbacks = before + 1
         self.rolled_back = True
-        self.loader.skip(rows)
+        self.loader.skip(skipped)
         self.rewind(step)
         if self.metrics:
             self.metrics.event({"kind": "rollback", "step": updates, "to": step, "rows": rows, "reason": why})
@@ -189,6 +192,15 @@ class Trainer:
     def rewind(self, step: int) -> None:
         """Take what lies after `step` out of the metrics; a collective call."""
         self.world.on_main(lambda: self.metrics.rewind(step) if self.metrics else None)
+
+    def diverged(self, why: str) -> Outcome:
+        """The end of a run that has diverged, which a checkpoint that fails does not change; a collective call."""
+        try:
+            self.checkpoints.settle(wait=True)
+        except OSError as error:
+            if self.metrics:
+                print(error, file=sys.stderr, flush=True)
+        return Outcome("diverged", why)
 
     def compare_weights(self) -> None:
         """Stop a run whose ranks no longer have the same weights; a collective call."""
@@ -206,12 +218,15 @@ class Trainer:
         Raises:
             OSError: on every rank; also where metrics.jsonl lacks lines: going on from here would never write them.
         """
-        unwritten = self.world.gather(self.unwritten)[0]
-        if unwritten:
-            raise OSError(unwritten)
+        self.world.on_main(self.sync_metrics)
+        self.checkpoints.save(self.step, self.stateful(), loss, wait)
+
+    def sync_metrics(self) -> None:
+        """Bring metrics.jsonl to the disk, which no checkpoint may outlast; on the main rank."""
+        if self.unwritten:
+            raise OSError(self.unwritten)
         if self.metrics:
             self.metrics.sync()
-        self.checkpoints.save(self.step, self.stateful(), loss, wait)
 
     def unless_unsaved(self, save: Callable[[], Any], fatal: bool = False) -> None:
         """Save; where that fails the run ends (always if `fatal`) or goes on without, as configured."""
@@ -370,6 +385,10 @@ class Trainer:
             except OSError as error:
                 self.unwritten = str(error)
                 print(error, file=sys.stderr, flush=True)
+        self.show(lines)
+
+    def show(self, lines: Sequence[Line]) -> None:
+        """Hand lines to the sinks."""
         for sink in self.sinks:
             sink.lines(lines)
 
@@ -395,8 +414,10 @@ class Trainer:
 
     def state_dict(self) -> State:
         """The loop's own counters."""
-        return {"step": self.step, "tokens": self.tokens, "seconds": self.seconds}
+        rollbacks = self.guard.rollbacks
+        return {"step": self.step, "tokens": self.tokens, "seconds": self.seconds, "rollbacks": rollbacks}
 
     def load_state_dict(self, state: State) -> None:
         """The inverse of state_dict."""
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        self.guard.rollbacks = state["rollbacks"]

@@ -90,6 +90,16 @@ def test_a_halted_rank_ends_the_others_after_a_while(victim, body):
 
 
 @pytest.mark.slow
+def test_ranks_that_were_all_halted_go_on():
+    with ranks(2, "time.sleep(9)", lost_after=2) as processes:
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for process in processes:
+                process.send_signal(number)
+            time.sleep(4)
+        assert [ended(process, within=20) for process in processes] == [(0, "")] * 2
+
+
+@pytest.mark.slow
 def test_an_error_of_one_rank_ends_the_others_after_its_own_message():
     with ranks(3, f"if here.rank == 1: raise ValueError('no such file')\n    {STUCK}") as processes:
         assert "Traceback" in ended(processes.pop(1), within=10)[1]

@@ -1,6 +1,7 @@
 """A planned stop loses nothing: checkpoint, exit status 0, and the same command ends where it would have ended."""
 
 import json
+import math
 import signal
 import subprocess
 import time
@@ -97,6 +98,27 @@ def test_signals(corpus, tmp_path, number):
     assert (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").exists()
 
 
+@pytest.mark.slow
+def test_a_stop_ends_a_multirun_too(corpus, tmp_path):
+    arguments = small(corpus, tmp_path, "tokens=512000", "seed=1,2", "log_every=1000")
+    process = subprocess.Popen([*COMMAND, "--multirun", *arguments], stdout=subprocess.PIPE, text=True)
+    while "step    0/2000" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "saved" in out and out.count("parameters,") <= 1
+    assert len([path for path in tmp_path.iterdir() if (path / "checkpoints").exists()]) == 1
+
+
+def test_an_evaluation_that_is_owed_after_a_stop_may_follow_a_loss_that_is_no_number(corpus, tmp_path):
+    run = built(corpus, tmp_path)
+    run.model.register_forward_hook(lambda module, inputs, loss: loss * (math.nan if run.trainer.step == 4 else 1))
+    assert stopped(run, 5) == Outcome("stopped", "SIGUSR1")
+    lines = metrics(trained(corpus, tmp_path).folder)
+    assert (lines[5]["train/loss"], lines[5]["train/skipped"]) == ("nan", True) and lines[5]["valid/loss"] > 0
+    assert [line["step"] for line in lines] == list(range(13))
+
+
 def test_a_time_limit(corpus, tmp_path):
     started = time.monotonic()
     run = built(corpus, tmp_path, "tokens=5120000", "time_limit=0.03")
@@ -107,28 +129,38 @@ def test_a_time_limit(corpus, tmp_path):
 
 
 def started_often(folder, *found):
-    """Starts of a run whose metrics end at these steps ("stopped": after a planned end)."""
+    """Starts of a run whose metrics end at these steps; or a planned end; "early": one that fails before it trains."""
     for step in found:
-        if step == "stopped":
-            write_status(folder, Outcome("stopped"), 0, 10)
+        if step in ("stopped", "finished"):
+            write_status(folder, Outcome(step), 0, 10)
             continue
-        if step is not None:
+        if isinstance(step, int):
             (folder / "metrics.jsonl").write_text(json.dumps({"step": step}) + "\n")
         count_start(folder, 3, HERE)
-        write_status(folder, Outcome("running"), 0, 10)
+        if step != "early":
+            write_status(folder, Outcome("running"), 0, 10)
 
 
 @pytest.mark.parametrize(
-    "found", [[None, 5, 5], [None, 5, 7, 5, 7, 7], [None, 5, 5, "stopped", 5, 5, 5], [None, None, None]]
+    "found",
+    [
+        [None, 5, 5],
+        [None, 5, 7, 5, 7, 7],
+        [None, 5, 5, "stopped", 5, 5, 5],
+        [None, 5, 5, "finished", 5, 5, 5],
+        [None, None, None],
+        [None, "early", "stopped", 5, "early", "early"],
+    ],
 )
 def test_gives_up_after_three_failures_at_one_update(tmp_path, found, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     started_often(tmp_path, *found)
-    step = found[-1] or 0
+    step = found[-1] if isinstance(found[-1], int) else 5 if "early" in found else 0
     with pytest.raises(GaveUp, match=f"3 starts in a row failed after update {step};"):
         started_often(tmp_path, found[-1])
+    started_often(tmp_path, found[-1])  # by somebody who has read this
     monkeypatch.setenv("SLURM_JOB_ID", "2")
-    started_often(tmp_path, found[-1])  # submitted again
+    started_often(tmp_path, *found[-1:] * 3)  # submitted again
 
 
 def test_status_that_cannot_be_read_is_none(tmp_path):

@@ -31,8 +31,17 @@ def steps(path: Path) -> list[int]:
 def test_append_and_read(tmp_path):
     metrics = Metrics(tmp_path)
     metrics.append([{"step": 0, "train/loss": 2.5}, {"step": 1, "train/loss": math.nan}])
-    assert metrics.read() == [{"step": 0, "train/loss": 2.5}, {"step": 1, "train/loss": "nan"}]
-    assert read_metrics(metrics.path) == metrics.read()
+    assert json.loads(metrics.path.read_text().splitlines()[1]) == {"step": 1, "train/loss": "nan"}
+    for lines in (metrics.read(), read_metrics(metrics.path)):
+        assert lines[0] == {"step": 0, "train/loss": 2.5} and math.isnan(lines[1]["train/loss"])
+
+
+def test_a_last_line_is_amended(tmp_path):
+    metrics = Metrics(tmp_path)
+    metrics.amend({"step": 0, "a": 1})
+    metrics.append([{"step": 1}])
+    metrics.amend({"step": 1, "valid/loss": 2.0})
+    assert metrics.read() == [{"step": 0, "a": 1}, {"step": 1, "valid/loss": 2.0}]
 
 
 @settings(max_examples=60, deadline=None)

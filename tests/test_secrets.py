@@ -113,7 +113,7 @@ def test_config_and_manifest_hide_and_can_be_read(secrets, tmp_path):
     config = {"data": {"text": TOKEN, "train": "https://a:b@c/d"}, "lr": 1e-8, "seed": 0, "name": None, "x": ["1e-8"]}
     for value in secrets.values():
         text = OmegaConf.to_yaml(OmegaConf.create(config | {"other": value}))
-        manifest.write(tmp_path, text, {"command": [f"data.text={value}"], "n": 1})
+        manifest.write(tmp_path, yaml.safe_load(text), {"command": [f"data.text={value}"], "n": 1})
         for name in ("config.yaml", "manifest.json"):
             assert value not in (tmp_path / name).read_text()
         expected = config | {"data": {"text": "***", "train": "https://***@c/d"}, "other": "***"}

@@ -73,9 +73,16 @@ class Loader:
         return rows
 
     def skip(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Never hand out the rows of these spans (first, one after the last) of whole batches; all ranks alike."""
-        before = self.state_dict()
-        self.load_state_dict(before | {"skipped": sorted([*before.get("skipped", []), *map(list, spans)])})
+        """From here on do not hand out the rows of these spans (first, one after the last), each a whole batch.
+
+        They are a part of the state, and gone with the next `load_state_dict`; all ranks do alike.
+        """
+        self.load_state_dict(self.state_dict() | {"skipped": list(map(list, spans))})
+
+    @property
+    def skipped(self) -> list[tuple[int, int]]:
+        """The spans that are not handed out."""
+        return [(first, end_of_span) for first, end_of_span in self._state.get("skipped", [])]
 
     def state_dict(self) -> dict[str, Any]:
         """Rows consumed over all ranks, those to skip, and this rank's cursors of streams; JSON."""
@@ -122,10 +129,10 @@ def _batches(
     start, skipped = state["rows"], state.get("skipped", [])
     kept = {"skipped": skipped} if skipped else {}
     while True:
-        for first, end_of_span in skipped:  # in order
-            if first <= start < end_of_span:
-                start = end_of_span
         ids = rows.take([start + place for place in places])
+        if any(first <= start < end_of_span for first, end_of_span in skipped):
+            start += batch_rows  # read all the same: streams and their cursors go on in turn
+            continue
         total = sum(row_hash(row, place) for row, place in zip(ids, places, strict=True)) % 2**64
         tokens = torch.from_numpy(ids).to(torch.int64)
         if pin_memory:

@@ -85,6 +85,25 @@ def test_a_resume_with_another_batch_size_goes_on_with_the_next_row(source):
 
 
 @SOURCES
+def test_rows_to_skip_are_never_handed_out_and_every_cursor_stays(source):
+    """Also where a jump goes over more rows than there are streams."""
+    whole = [h for h, _ in run(source, [1], [12])]
+    loader = Loader(source(), BATCH)
+    next(loader)
+    loader.skip([(5 * BATCH, 6 * BATCH), (2 * BATCH, 5 * BATCH)])
+    found = [next(loader).hash for _ in range(3)]
+    plain = Loader(source(), BATCH)
+    for _ in range(8):
+        next(plain)
+    assert loader.state_dict() == plain.state_dict() | {"skipped": [[5 * BATCH, 6 * BATCH], [2 * BATCH, 5 * BATCH]]}
+    resumed = Loader(source(), BATCH)
+    resumed.load_state_dict(loader.state_dict())
+    found += [next(resumed).hash for _ in range(4)]
+    loader.close(), plain.close(), resumed.close()
+    assert found == whole[1:2] + whole[6:]
+
+
+@SOURCES
 def test_the_state_is_of_what_was_handed_out_not_of_what_was_read_ahead(source):
     ahead, inline = Loader(source(), BATCH, prefetch=4), Loader(source(), BATCH, prefetch=0)
     for _ in range(5):
