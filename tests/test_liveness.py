@@ -74,8 +74,7 @@ def test_a_killed_rank_ends_the_others_at_once(victim, body):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("body", [STUCK, COLLECTIVES])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim, body", [(0, STUCK), (1, COLLECTIVES)])
 def test_a_halted_rank_ends_the_others_after_a_while(victim, body):
     with ranks(3, body, lost_after=2) as processes:
         time.sleep(3)  # silence counts from the last sign of life: all are alive until now

@@ -2,19 +2,16 @@
 
 import contextlib
 import io
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from muown_train.__main__ import main
 from muown_train.config import CONFIG_DIR, check_name, run_name
-from tests.runs import SMALL, built, configured, losses, metrics
+from tests.runs import SMALL, built, configured, metrics
 
 COMMAND = [sys.executable, "-m", "muown_train"]
 
@@ -168,31 +165,6 @@ def test_a_disk_that_cannot_take_a_checkpoint(corpus, tmp_path):
     # what the thread that writes it found is known now or at the next boundary
     assert [line["step"] for line in metrics(tmp_path / "full")] in (list(range(5)), list(range(6)))
     assert subprocess.run(command, capture_output=True).returncode == 0  # with room again
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_kill_9_and_the_same_command_again(corpus, tmp_path):
-    arguments = [*COMMAND, *small(corpus, tmp_path, "tokens=25600", "eval_every=50")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # threads that wait for one another crawl on a busy machine
-    subprocess.run([*arguments, "name=whole"], check=True, env=environment)
-    for _ in range(3):
-        process = subprocess.Popen([*arguments, "name=killed"], env=environment)
-        folder = tmp_path / "killed" / "checkpoints"
-        seen = len(list(folder.glob("step-*")))
-        deadline = time.time() + 120
-        while process.poll() is None and time.time() < deadline:
-            steps = sorted(folder.glob("step-*"))
-            if len(steps) > seen or (steps and seen):
-                time.sleep(0.3)
-                break
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    subprocess.run([*arguments, "name=killed"], check=True, env=environment)
-    lines = metrics(tmp_path / "killed")
-    assert [line["step"] for line in lines] == list(range(101))
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
 
 def choices(*overrides: str) -> str:
