@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import hydra
@@ -26,7 +27,8 @@ from muown_train.config import (
     register_resolvers,
     run_name,
 )
-from muown_train.secrets import redacted_tracebacks
+from muown_train.files import replace
+from muown_train.secrets import redacted, redacted_tracebacks
 
 if TYPE_CHECKING:
     from muown_train.build import Run
@@ -78,6 +80,9 @@ def train(config: DictConfig) -> None:
             raise ValueError(
                 "--multirun trains one job after the other in one process: under torchrun start each alone"
             )
+        sweep = Path(chosen.sweep.dir) / "multirun.yaml"  # Hydra's, of the command line as it is
+        if chosen.mode == RunMode.MULTIRUN and sweep.exists():
+            replace(sweep, redacted(sweep.read_text()).encode())
         name = run_name(chosen.runtime.choices, list(chosen.overrides.task), config.seed)
         try:
             run = build(config, name, here)

@@ -189,6 +189,9 @@ def test_a_run_whose_settings_hold_a_secret_never_shows_it(corpus, tmp_path, mon
     monkeypatch.setattr(sys, "argv", ["muown_train", *arguments])
     for _ in range(2):  # the second time it finds itself finished
         main()
+    monkeypatch.setattr(sys, "argv", ["muown_train", "--multirun", *arguments])
+    main()
+    assert (tmp_path / "multirun.yaml").exists()
     with pytest.raises(SystemExit):
         monkeypatch.setattr(sys, "argv", ["muown_train", *arguments, f"data.train=/no/{TOKEN}/*.txt"])
         main()
