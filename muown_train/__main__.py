@@ -4,6 +4,7 @@ Exit status: 0 the run is finished, has diverged (a result), or was stopped and 
 goes on; 2 a setting that cannot be; 3 the same update has failed too often; 130 interrupted at once.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from muown_train.status import Outcome
 
 FAILED, WRONG, GAVE_UP, INTERRUPTED = 1, 2, 3, 130
+# of the machine, not of a setting: the same command may go on later
+_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
 class Failed(Exception):
@@ -47,12 +50,13 @@ def explained() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        leave("interrupted; the same command goes on from the last checkpoint", INTERRUPTED)
+        leave("interrupted; the same command goes on from the last checkpoint, if there is one", INTERRUPTED)
     except (ValueError, OSError, HydraException, OmegaConfBaseException, Failed) as error:
         if os.environ.get("MUOWN_TRACEBACK") == "1":
             raise
         sentence = one_sentence(error, [word for word in sys.argv[1:] if not word.startswith("-")])
-        leave(f"error: {sentence}", FAILED if isinstance(error, Failed | ConnectionError) else WRONG)
+        passing = isinstance(error, OSError) and error.errno in _PASSING
+        leave(f"error: {sentence}", FAILED if passing or isinstance(error, Failed | ConnectionError) else WRONG)
 
 
 def leave(sentence: str, status: int) -> NoReturn:
@@ -95,7 +99,9 @@ def train(config: DictConfig) -> None:
                 with undisturbed():
                     finish(run, outcome, already=before is not None)
         except OSError as error:  # no wrong setting: what wrote and read until now cannot
-            raise Failed(one_sentence(error, [])) from error
+            sentence = one_sentence(error, [])
+            goes_on = "" if "the same command" in sentence else "; the same command goes on from the last checkpoint"
+            raise Failed(f"{sentence}{goes_on}") from error
         finally:
             run.close()
         if outcome.state == "stopped":

@@ -5,6 +5,7 @@ Everything that can be wrong is found before data are read or fetched, and befor
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from muown_train.guard import Guard
 from muown_train.models.language_model import LanguageModel
 from muown_train.optim import Combined, param_groups, shard
 from muown_train.records import Metrics, Sink
-from muown_train.secrets import redacted_tree
+from muown_train.secrets import redacted, redacted_tree
 from muown_train.status import Outcome, count_start, read_status, write_status
 from muown_train.stopping import Stop
 from muown_train.top_level import TopLevel, top_level
@@ -82,8 +83,13 @@ class Run:
     def train(self) -> Outcome:
         """Train until the run has ended or is stopped, and write down which; a collective call."""
         self._status(Outcome("running"))
-        with self.trainer.stop:
-            outcome = self.trainer.fit()
+        try:
+            with self.trainer.stop:
+                outcome = self.trainer.fit()
+        except BaseException as error:
+            with suppress(OSError):  # a full disk, of which the error tells
+                self._status(Outcome("failed", redacted(str(error)) or type(error).__name__))
+            raise
         self._status(outcome)
         return outcome
 

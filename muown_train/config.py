@@ -1,6 +1,7 @@
 """The command line's side of a configuration: where the files are, a run's name, errors in one sentence."""
 
 import difflib
+import errno
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -82,6 +83,8 @@ def check_name(name: Any) -> str:
     if not re.fullmatch(f"[{_NAME}]{{1,200}}", str(name)) or str(name)[0] in ".-":
         shown = repr(name) if len(str(name)) <= 200 else f"{str(name)[:40]!r}… ({len(str(name))} characters)"
         raise ValueError(f"name={shown} must be a plain folder name of up to 200 letters, digits and . _ = + , -")
+    if redacted(str(name)) != str(name):
+        raise ValueError("name holds a secret, which would be the name of a folder: give another")
     return str(name)
 
 
@@ -121,6 +124,8 @@ def _sentence(error: BaseException, overrides: list[str]) -> str:
         return f"a key of {key} is not among {', '.join(entries)}; further ones are given as +{key}.KEY=VALUE"
     while error.__cause__ is not None and type(error).__module__.startswith(("hydra", "omegaconf")):
         error = error.__cause__
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error.filename or 'a file'}: the disk is full: make room, and the same command goes on"
     lines = [line for line in str(error).splitlines() if line.strip()]
     if isinstance(error, OSError) and error.filename is not None:
         lines = [f"{error.filename}: {error.strerror}"]

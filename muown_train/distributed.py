@@ -15,9 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from muown_train.liveness import LOST_AFTER, Liveness, explained_loss, watch
+
+MEETING = timedelta(minutes=10)  # for all ranks to start
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,16 @@ def replicated(model: nn.Module, device: torch.device) -> nn.Module:
     return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **options)
 
 
+def _meet(rank: int, size: int, backend: str, timeout: timedelta) -> None:
+    """Make the process group; a rank that never comes is not waited for as long as one that is late later."""
+    try:
+        store, _, _ = next(rendezvous("env://", rank, size, timeout=MEETING))
+    except dist.DistError as error:
+        raise ConnectionError(f"the {size} ranks did not meet: {str(error).splitlines()[0]}") from error
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
 @contextmanager
 def world(timeout: timedelta = timedelta(minutes=30), lost_after: float = LOST_AFTER) -> Iterator[World]:
     """The world that the environment describes; the process group lives as long as the context.
@@ -100,7 +113,7 @@ def world(timeout: timedelta = timedelta(minutes=30), lost_after: float = LOST_A
     if size == 1:
         yield here
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    _meet(rank, size, "nccl" if device.type == "cuda" else "gloo", timeout)
     try:
         with watch(rank, here.gather, lost_after) or nullcontext() as watching:
             yield replace(here, liveness=watching)

@@ -137,7 +137,7 @@ class WholeLines:
                 with suppress(OSError):  # then the next call mends it
                     os.truncate(self.path, end)
             count = f"{len(self.waiting)} line{'s' * (len(self.waiting) > 1)}"
-            raise OSError(f"{self.path}: {error.strerror or error}; {count} will be written when it can be") from error
+            raise OSError(f"{self.path}: {error.strerror or error}; {count} to be written") from error
         self.waiting.clear()
 
 

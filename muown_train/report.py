@@ -16,14 +16,15 @@ def summarize(lines: Sequence[Line]) -> dict[str, Any]:
     evaluated = [line for line in lines if "valid/loss" in line]
     if not evaluated:
         raise ValueError("the run's metrics.jsonl holds no evaluation: it was changed or removed since it was written")
-    final = evaluated[-1]
+    final, last = evaluated[-1], lines[-1]
     speeds = [line["system/tokens_per_second"] for line in lines if "system/tokens_per_second" in line]
     return {
-        "step": final["step"],
-        "tokens": final["tokens"],
+        "step": last["step"],
+        "tokens": last["tokens"],
+        "valid/step": final["step"],  # earlier where the run has diverged
         "valid/loss": final["valid/loss"],
         "valid/perplexity": final["valid/perplexity"],
-        "seconds": final["time"],
+        "seconds": last["time"],
         "tokens_per_second": sorted(speeds)[len(speeds) // 2] if speeds else None,
     }
 
@@ -57,6 +58,8 @@ def finish(run: Run, outcome: Outcome, already: bool) -> None:
     unigram = run.data.unigram_loss
     plot_losses(lines, run.folder / "loss.png", run.folder.name, unigram)
     loss = f"validation loss {summary['valid/loss']:.4f}, perplexity {summary['valid/perplexity']:.2f}"
+    if summary["valid/step"] < summary["step"]:
+        loss += f" after update {summary['valid/step']:,}"
     print(f"\n{loss}" + (f" (a unigram model of the same text: {unigram:.4f})" if unigram else ""))
     if summary["tokens_per_second"]:
         print(
@@ -68,5 +71,7 @@ def finish(run: Run, outcome: Outcome, already: bool) -> None:
     elif run.config.sample_tokens and math.isfinite(summary["valid/loss"]):
         print(f"\n--- sample ---\n{sample(run)}\n--- end of sample ---\n")
     print(f"{run.folder}: {', '.join(sorted(path.name for path in run.folder.iterdir() if path.name[0] != '.'))}")
-    if already:
-        print(f"This run had {outcome.state} before: change a setting, the seed or the name to start another.")
+    if already and outcome.state == "diverged":
+        print("This run had diverged before: give it another name, or remove its status.json to let it go on.")
+    elif already:
+        print("This run had finished before: change a setting, the seed or the name to start another.")

@@ -23,8 +23,8 @@ _FORMS = (
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}\b"), HIDDEN),  # of the Hugging Face hub
     (re.compile(r"\bwandb_v\d+_\w{16,}"), HIDDEN),
     (re.compile(r"(?i)(key\W{1,4})[0-9a-f]{40}\b"), rf"\1{HIDDEN}"),  # of W&B; so are git's commits, without "key"
-    (re.compile(r"(?i)\b(https?://)[^\s/?#\"']+@"), rf"\1{HIDDEN}@"),
-    (re.compile(r"(?i)\b([a-z][\w+.-]*://)[^\s/?#:\"']*:[^\s/?#\"']+@"), rf"\1{HIDDEN}@"),
+    (re.compile(r"(?i)\b(https?:/{1,2})[^\s/?#\"']+@"), rf"\1{HIDDEN}@"),
+    (re.compile(r"(?i)\b([a-z][\w+.-]*:/{1,2})[^\s/?#:\"']*:[^\s/?#\"']+@"), rf"\1{HIDDEN}@"),
     (re.compile(r"(?i)([?&][\w.-]*(?:token|signature|credential|key|secret|password)=)[^\s&#\"']+"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}"), rf"\1{HIDDEN}"),
     (re.compile(rf"(?i)(?<!\w)({_NAME}[\"']?\s*[:=]\s*[\"']?)(?!\$\{{)[^\s\"',&}}\]]{{8,}}"), rf"\1{HIDDEN}"),

@@ -1,7 +1,7 @@
 """How a run stands, in its folder: status.json for those who look, starts.jsonl to know when to give up.
 
 status.json    {"state", "reason", "step", "steps", "time"}; states: running (or cut off, if no process has the
-               folder), stopped (the same command goes on), finished, diverged
+               folder), stopped or failed (the same command goes on), finished, diverged; `step` is of then
 starts.jsonl   a line for each start: {"job", "failed_at", "time"}
 """
 
@@ -21,7 +21,7 @@ from muown_train.records import Metrics
 class Outcome:
     """How training ended, or stands."""
 
-    state: str  # running, stopped, finished, diverged
+    state: str  # running, stopped, failed, finished, diverged
     reason: str = ""
 
 
@@ -78,5 +78,5 @@ def _count(folder: Path, give_up_after: int) -> None:
     if given_up:
         raise GaveUp(
             f"{folder}: {give_up_after} starts in a row failed after update {failed_at}; look at the log, "
-            "mend the cause, and submit the run again"
+            "mend the cause, and start the run again"
         )

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from muown_train.distributed import World
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SLURM's preemption, Ctrl-C, SLURM's early warning
+# SLURM's preemption, Ctrl-C, SLURM's early warning, a terminal that is closed
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Stop:
@@ -42,7 +43,11 @@ class Stop:
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
 
     def __enter__(self) -> "Stop":
-        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._before = {
+            number: signal.signal(number, self._handle)
+            for number in SIGNALS
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # as under nohup
+        }
         return self
 
     def __exit__(

@@ -58,6 +58,8 @@ class TopLevel:
         for key, least in (("workers", 0), ("keep_every", 1), ("give_up_after", 1), ("check_every", 1)):
             if getattr(self, key) is not None:
                 self._whole(key, least)
+        if self.keep_every and self.keep_every % self.save_every:
+            raise ValueError(f"keep_every={self.keep_every} must be a multiple of save_every={self.save_every}")
         for key in ("tokens", "tokens_per_parameter", "grad_clip", "time_limit", "diverged_above"):
             value = getattr(self, key)
             if value is not None and not (is_number(value) and value > 0):

@@ -63,7 +63,7 @@ class WandbSink(Background):
                 "project": project or os.environ.get("WANDB_PROJECT") or "muown",
                 "entity": entity,
                 "group": group,
-                "tags": list(tags or ()) or None,
+                "tags": redacted_tree(tags or ()) or None,
             },
             warn=lambda sentence: self.warn(sentence),
         )

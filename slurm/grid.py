@@ -17,6 +17,7 @@ def combinations(overrides: Sequence[str]) -> list[tuple[str, ...]]:
 
     Raises:
         HydraException: what is no override.
+        ValueError: one name for several runs.
     """
     axes: list[list[str]] = []
     for override in OverridesParser.create().parse_overrides(list(overrides)):
@@ -25,6 +26,8 @@ def combinations(overrides: Sequence[str]) -> list[tuple[str, ...]]:
             axes.append([f"{key}={value}" for value in override.sweep_string_iterator()])
         else:
             axes.append([str(override.input_line)])
+    if any(axis[0].startswith("name=") for axis in axes if len(axis) == 1) and any(len(axis) > 1 for axis in axes):
+        raise ValueError("name= would give all runs of the grid one folder: leave it out, or list a name for each")
     return list(itertools.product(*axes))
 
 
@@ -32,8 +35,8 @@ def main(number: str, *overrides: str) -> None:
     """Print; exit status 2 and one sentence for what cannot be."""
     try:
         grid = combinations(overrides)
-    except HydraException as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (HydraException, ValueError) as error:
+        print(f"error: {str(error).splitlines()[0]} (settings are key=value)", file=sys.stderr)
         sys.exit(2)
     if number == "count":
         print(len(grid))

@@ -8,9 +8,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 
+from muown_train import distributed
 from muown_train.liveness import Liveness, explained_loss
 from tests.ranks import free_port
 
@@ -86,6 +88,14 @@ def test_a_halted_rank_ends_the_others_after_a_while(victim, body):
         assert time.monotonic() - since > 1.5
         halted.send_signal(signal.SIGCONT)
         assert ended(halted, within=10)[0] == 1
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_for_long(monkeypatch):
+    monkeypatch.setattr(distributed, "MEETING", timedelta(seconds=1))
+    for key, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(key, str(value))
+    with pytest.raises(ConnectionError, match=r"the 2 ranks did not meet: .* 1/2 clients joined"), distributed.world():
+        pass
 
 
 @pytest.mark.slow

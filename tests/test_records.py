@@ -144,7 +144,7 @@ def test_a_full_disk_leaves_whole_lines_and_the_others_follow_in_order(room, at_
                 metrics.append(some_lines(step, step))
             except OSError as error:
                 failed += 1
-                assert "No space left on device" in str(error) and "will be written" in str(error)
+                assert "No space left on device" in str(error) and "to be written" in str(error)
                 assert str(metrics.path) in str(error)
             assert steps(metrics.path) == list(range(len(steps(metrics.path))))
             assert [line["step"] for line in metrics.read()] == list(range(step + 1))
@@ -160,7 +160,7 @@ def test_a_rollback_takes_back_lines_that_wait(tmp_path):
     metrics.append(some_lines(0, 3))
     with pytest.MonkeyPatch.context() as patch:
         Disk(0).put_under(patch)
-        with pytest.raises(OSError, match="3 lines will be written"):
+        with pytest.raises(OSError, match="3 lines to be written"):
             metrics.append(some_lines(4, 6))
     metrics.rewind(4)
     assert steps(metrics.path) == [0, 1, 2, 3, 4]
@@ -193,7 +193,7 @@ def test_a_folder_that_went_away(tmp_path):
     folder.mkdir()
     metrics = Metrics(folder)
     shutil.rmtree(folder)
-    with pytest.raises(OSError, match=r"No such file or directory; 1 line will be written"):
+    with pytest.raises(OSError, match=r"No such file or directory; 1 line to be written"):
         metrics.append(some_lines(0, 0))
     folder.mkdir()
     metrics.append(some_lines(1, 1))
