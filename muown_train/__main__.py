@@ -84,9 +84,8 @@ def train(config: DictConfig) -> None:
             raise ValueError(
                 "--multirun trains one job after the other in one process: under torchrun start each alone"
             )
-        sweep = Path(chosen.sweep.dir) / "multirun.yaml"  # Hydra's, of the command line as it is
-        if chosen.mode == RunMode.MULTIRUN and sweep.exists():
-            replace(sweep, redacted(sweep.read_text()).encode())
+        if chosen.mode == RunMode.MULTIRUN:
+            hide_secrets(Path(chosen.sweep.dir) / "multirun.yaml")  # Hydra's, of the command line as it is
         name = run_name(chosen.runtime.choices, list(chosen.overrides.task), config.seed)
         try:
             run = build(config, name, here)
@@ -106,6 +105,12 @@ def train(config: DictConfig) -> None:
             run.close()
         if outcome.state == "stopped":
             sys.exit(0)  # nor are further jobs of --multirun begun
+
+
+def hide_secrets(file: Path) -> None:
+    """Replace a text file by itself with *** for secrets."""
+    if file.exists():
+        replace(file, redacted(file.read_text()).encode())
 
 
 @contextmanager
