@@ -143,7 +143,11 @@ def read_tokenizer(name: str) -> bytes:
         raw = path.read_bytes()
         return byte_bpe.json_of_gpt2_ranks(name, raw) if path.suffix == ".tiktoken" else raw
     if path.suffix in (".json", ".tiktoken") or name[:1] in "/.~" or name.count("/") > 1:
-        what = "addresses are not fetched, give a file or a name on the hub" if "://" in name else f"no file {path}"
+        what = (
+            "addresses are not fetched, give a file or a name on the hub"
+            if "://" in name
+            else f"there is no file {path}"
+        )
         raise ValueError(f"data.tokenizer={name}: {what}")
     return Path(_download(name)).read_bytes()
 
