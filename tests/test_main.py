@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -168,6 +169,34 @@ def test_a_disk_that_cannot_take_a_checkpoint(corpus, tmp_path):
     # what the thread that writes it found is known now or at the next boundary
     assert [line["step"] for line in metrics(tmp_path / "full")] in (list(range(5)), list(range(6)))
     assert subprocess.run(command, capture_output=True).returncode == 0  # with room again
+
+
+@contextlib.contextmanager
+def unwritable(folder: Path):
+    """Nobody, not even root, may write to the folder; skips where that cannot be had."""
+    done = subprocess.run(["chattr", "+i", folder], capture_output=True, text=True) if shutil.which("chattr") else None
+    if done is None or done.returncode:
+        pytest.skip(f"no way to make a folder unwritable for root: {done.stderr if done else 'no chattr'}")
+    try:
+        yield
+    finally:
+        subprocess.run(["chattr", "-i", folder], check=True)
+
+
+def test_a_run_folder_that_cannot_be_written(corpus, tmp_path, monkeypatch):
+    arguments = small(corpus, tmp_path, "name=kept")
+    run = built(corpus, tmp_path, "name=kept")
+    run.resume()
+    run.trainer.stop.request("SIGTERM")
+    run.train()
+    run.close()
+    before = {path.name: path.read_bytes() for path in (tmp_path / "kept").glob("*.*") if path.is_file()}
+    with unwritable(tmp_path / "kept"):
+        status, message = call(monkeypatch, *arguments)
+        assert status in (1, 2) and message.startswith("error: ") and str(tmp_path / "kept") in message
+    assert {path.name: path.read_bytes() for path in (tmp_path / "kept").glob("*.*") if path.is_file()} == before
+    assert call(monkeypatch, *arguments)[0] is None
+    assert [line["step"] for line in metrics(tmp_path / "kept")] == list(range(13))
 
 
 def choices(*overrides: str) -> str:
