@@ -213,7 +213,7 @@ def test_a_key_that_is_refused(clean, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("listens", [False, True])
+@pytest.mark.parametrize("listens", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_server_that_refuses_or_never_answers(clean, tmp_path, listens):
     with port_that(listens) as port:
         environment = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": f"http://127.0.0.1:{port}"}

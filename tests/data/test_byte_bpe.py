@@ -119,7 +119,7 @@ class TestSameIds:
     def test_odd_neighbours(self, name, text):
         assert_same_ids(ours(name), theirs(name), [text])
 
-    @pytest.mark.parametrize("step", [61, pytest.param(1, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("step", [61, pytest.param(1, marks=pytest.mark.long)])
     def test_code_points(self, name, step):
         letters = [chr(i) for i in range(0, sys.maxunicode + 1, step) if not 0xD800 <= i < 0xE000]
         texts = [f"a{c}\u0334 {c}1{c}\u0300'{c}  {c}!{c}\n{c}" for c in letters]

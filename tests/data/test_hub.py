@@ -246,7 +246,7 @@ def test_errors_before_training(hub, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["HuggingFaceFW/fineweb-edu", pytest.param("EleutherAI/gpt-neox-20b", marks=pytest.mark.slow)]
+    "name", ["HuggingFaceFW/fineweb-edu", pytest.param("EleutherAI/gpt-neox-20b", marks=pytest.mark.long)]
 )
 def test_no_hub(hub, tmp_path, name):
     """For the tokenizer the hub's client tries again for half a minute."""

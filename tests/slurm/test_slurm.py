@@ -66,7 +66,7 @@ def test_a_signal_before_the_time_limit_saves_and_requeues(train, tmp_path, unin
     assert losses(tmp_path / "run") == uninterrupted
 
 
-@pytest.mark.parametrize("grace", [0, 30])
+@pytest.mark.parametrize("grace", [0, pytest.param(30, marks=pytest.mark.long)])
 def test_a_preempted_run_goes_on_from_its_last_checkpoint(cluster, train, tmp_path, uninterrupted, grace):
     """Without grace it is killed at once; with it, the ranks get a SIGTERM and have so many seconds."""
     cluster.command("scontrol", "update", "PartitionName=low", f"GraceTime={grace}")
@@ -81,7 +81,7 @@ def test_a_preempted_run_goes_on_from_its_last_checkpoint(cluster, train, tmp_pa
     assert losses(tmp_path / "run") == uninterrupted
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_killed_rank_ends_the_others_with_the_reason_and_the_run_goes_on(train, tmp_path, uninterrupted, rank):
     job = train()
     trains(job, 20)
@@ -94,6 +94,7 @@ def test_a_killed_rank_ends_the_others_with_the_reason_and_the_run_goes_on(train
     assert losses(tmp_path / "run") == uninterrupted
 
 
+@pytest.mark.long
 def test_a_cancelled_run_saves_and_is_not_requeued(cluster, train, tmp_path):
     job = train()
     trains(job, 20)
@@ -121,6 +122,7 @@ def test_a_run_that_fails_at_the_same_update_gives_up(train, tmp_path):
     assert "2 starts in a row failed" in job.log.read_text()
 
 
+@pytest.mark.long
 def test_an_element_of_an_array_is_requeued_alone(cluster, corpus, tmp_path):
     """Also the one whose number is the whole array's."""
     words = (*places(corpus, tmp_path, "run-${seed}"), *LONG, "seed=0,1")
