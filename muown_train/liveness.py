@@ -133,6 +133,14 @@ class Liveness:
         self._parting = "failed" if failed else "bye"
         self._wake.send(b".")
         self._thread.join()
+        deadline = time.monotonic() + 1
+        for connection in self._lines:
+            # words that are not read would make the system reset the connection, and so take back our last ones
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+                connection.settimeout(max(0.01, deadline - time.monotonic()))
+                while connection.recv(4096):
+                    pass
         for source in (*self._lines, self._end, self._wake, self._woken):
             source.close()
         self._selector.close()
@@ -187,6 +195,7 @@ class Liveness:
         if received and len(line.unread) < _LONGEST:
             return
         self._selector.unregister(connection)
+        connection.close()
         if line.rank in self._heard and line.rank not in self._failed:
             self._lost(line.rank, "its process has ended")
 
