@@ -26,8 +26,9 @@ def combinations(overrides: Sequence[str]) -> list[tuple[str, ...]]:
             axes.append([f"{key}={value}" for value in override.sweep_string_iterator()])
         else:
             axes.append([str(override.input_line)])
-    if any(axis[0].startswith("name=") for axis in axes if len(axis) == 1) and any(len(axis) > 1 for axis in axes):
-        raise ValueError("name= would give all runs of the grid one folder: leave it out, or list a name for each")
+    one_name = any(len(axis) == 1 and axis[0].startswith("name=") and "${" not in axis[0] for axis in axes)
+    if one_name and any(len(axis) > 1 for axis in axes):
+        raise ValueError("name= would give all runs of the grid one folder: leave it out, or say name='run-${seed}'")
     return list(itertools.product(*axes))
 
 

@@ -325,8 +325,15 @@ def corpus_texts(limit: int | None) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", [NEOX, QWEN2], ids=["neox", "qwen2"])
-@pytest.mark.parametrize("limit", [300, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("path", "limit"),
+    [
+        (NEOX, 300),
+        (QWEN2, 300),
+        pytest.param(NEOX, None, marks=pytest.mark.slow),
+        pytest.param(QWEN2, None, marks=pytest.mark.long),
+    ],
+)
 def test_published_tokenizers_on_the_corpus(path, limit):
     if not path.is_file() or not (SHARED / "corpus").is_dir():
         pytest.skip("needs the published tokenizers and the corpus")

@@ -58,7 +58,7 @@ def test_a_signal_before_the_time_limit_saves_and_requeues(train, tmp_path, unin
     job.signal("USR1")
     job.wait_requeued()
     saved = metrics(tmp_path / "run")[-1]["step"]
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()][-1:] == [f"step-{saved:08d}"]
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())[-1:] == [f"step-{saved:08d}"]
     job.wait("COMPLETED")
     log = job.log.read_text()
     assert "SIGUSR1: stopping after this update and saving" in log and "stopped before the time limit: requeued" in log
@@ -102,7 +102,7 @@ def test_a_cancelled_run_saves_and_is_not_requeued(cluster, train, tmp_path):
     facts = job.wait("CANCELLED")
     assert facts["Restarts"] == "0" and "requeued" not in job.log.read_text()
     saved = metrics(tmp_path / "run")[-1]["step"]
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()][-1:] == [f"step-{saved:08d}"]
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())[-1:] == [f"step-{saved:08d}"]
 
 
 def test_a_wrong_setting_is_not_requeued(train):
