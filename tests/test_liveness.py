@@ -76,7 +76,7 @@ def test_a_killed_rank_ends_the_others_at_once(victim, body):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim, body", [(0, STUCK), (1, COLLECTIVES)])
+@pytest.mark.parametrize("victim, body", [(0, STUCK), pytest.param(1, COLLECTIVES, marks=pytest.mark.long)])
 def test_a_halted_rank_ends_the_others_after_a_while(victim, body):
     with ranks(3, body, lost_after=2) as processes:
         time.sleep(3)  # silence counts from the last sign of life: all are alive until now
@@ -122,7 +122,7 @@ def test_an_error_of_all_ranks_is_all_that_they_say():
         assert [ended(process, within=20) for process in processes] == [(1, "no such file")] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_may_end_one_after_the_other():
     for order in ("here.rank", "2 - here.rank"):
         with ranks(3, f"time.sleep(1.5 * ({order}))", lost_after=1) as processes:

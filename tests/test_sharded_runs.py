@@ -70,7 +70,7 @@ def test_the_union_of_what_ranks_wrote_is_all_the_state(runs):
         assert one | other == of_file["replicated", "rank-00000"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_begun_on_two_ranks_it_goes_on_on_three_and_then_on_one(corpus, tmp_path, runs):
     out, _ = runs
     here = World(0, 1, torch.device("cpu"))

@@ -330,7 +330,7 @@ def corpus_texts(limit: int | None) -> list[str]:
     [
         (NEOX, 300),
         (QWEN2, 300),
-        pytest.param(NEOX, None, marks=pytest.mark.slow),
+        pytest.param(NEOX, None, marks=pytest.mark.long),
         pytest.param(QWEN2, None, marks=pytest.mark.long),
     ],
 )
