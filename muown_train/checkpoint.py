@@ -188,7 +188,7 @@ class Checkpoints:
         Raises:
             OSError: on every rank, if any rank cannot write; the earlier checkpoints are as they were.
         """
-        self._settle_or_warn()
+        self.settle_or_warn()
         final = self.folder / f"step-{step:08d}"
         flat = flatten({name: stateful.state_dict() for name, stateful in state.items()})
         begun = self._attempt(lambda: (self._begin(final), sorted(flat)))
@@ -250,7 +250,7 @@ class Checkpoints:
         Raises:
             ValueError: on every rank, if there are checkpoints but none that can be used.
         """
-        self._settle_or_warn()
+        self.settle_or_warn()
         newest = self.world.on_main(self._newest)
         if newest is None:
             return None
@@ -292,7 +292,8 @@ class Checkpoints:
                 self.warn(f"old checkpoints stay: {error}")
         return True
 
-    def _settle_or_warn(self) -> None:
+    def settle_or_warn(self) -> None:
+        """Settle, waiting, where a save that failed is not to end what is done next; a collective call."""
         try:
             self.settle(wait=True)
         except OSError as error:

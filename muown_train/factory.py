@@ -144,3 +144,14 @@ def _kind(value: Any) -> str | None:
 def is_number(value: Any) -> bool:
     """Whether value is a finite number, and no boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def whole(key: str, value: Any, least: int) -> int:
+    """`value` as an integer, also where it is written as 5e9.
+
+    Raises:
+        ValueError: naming the key, where it is none, less than `least` or beyond int64.
+    """
+    if not is_number(value) or value != int(value) or not least <= value < 2**63:
+        raise ValueError(f"{key}={value!r} must be a whole number of at least {least} and less than 2^63")
+    return int(value)

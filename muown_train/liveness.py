@@ -152,7 +152,7 @@ class Liveness:
         while True:
             for key, _ in self._selector.select(self._every):
                 self._take(key.fileobj)
-            if self._parting and (self.rank > 0 or self._parting == "failed" or not self._heard):
+            if self._parting and self._may_leave():
                 return self._send(self._parting)
             now = time.monotonic()
             if now - looked > self.lost_after / 2:  # this process was halted, as all may have been: nobody is late yet
@@ -168,6 +168,13 @@ class Liveness:
                         self._lost(rank, "it failed")
                 elif now - heard > self.lost_after:
                     self._lost(rank, f"no sign of life for {self.lost_after:g} s")
+
+    def _may_leave(self) -> bool:
+        if self.rank > 0:
+            return True
+        # all said who they are before `watch` returned, but that may be unread; who is not known hears nothing
+        known = {line.rank for line in self._lines.values()}
+        return not self._heard or (self._parting == "failed" and known >= set(self._heard))
 
     def _take(self, source: Any) -> None:
         """Take up a call of the main thread, a new connection, or what has come over one."""

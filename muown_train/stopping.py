@@ -24,8 +24,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 class Stop:
     """Asks all ranks to stop; made by every rank, as it makes a process group, and used as a context.
 
-    Inside the context SIGTERM, SIGINT and SIGUSR1 ask for a stop, of which one line on stderr tells at once; a second
-    SIGINT raises KeyboardInterrupt. Signals can only be handled where the main thread enters it.
+    Inside the context SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask for a stop, of which one line on stderr tells at once;
+    a second SIGINT raises KeyboardInterrupt. Signals can only be handled where the main thread enters it.
 
     Args:
         time_limit: seconds from now after which it asks by itself.

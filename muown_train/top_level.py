@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from muown_train.config import check_name, nearest
-from muown_train.factory import is_number
+from muown_train.factory import is_number, whole
 
 
 @dataclass
@@ -75,10 +75,7 @@ class TopLevel:
             raise ValueError(f"trust={self.trust!r} must be a list of dotted names, such as [my_package.MyOptimizer]")
 
     def _whole(self, key: str, least: int) -> None:
-        value = getattr(self, key)
-        if not is_number(value) or value != int(value) or not least <= value < 2**63:
-            raise ValueError(f"{key}={value!r} must be a whole number of at least {least}")
-        setattr(self, key, int(value))  # 5e9 is a float in YAML
+        setattr(self, key, whole(key, getattr(self, key), least))  # 5e9 is a float in YAML
 
 
 def top_level(resolved: dict[str, Any], name: str) -> TopLevel:

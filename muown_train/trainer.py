@@ -195,11 +195,7 @@ class Trainer:
 
     def diverged(self, why: str) -> Outcome:
         """The end of a run that has diverged, which a checkpoint that fails does not change; a collective call."""
-        try:
-            self.checkpoints.settle(wait=True)
-        except OSError as error:
-            if self.metrics:
-                print(error, file=sys.stderr, flush=True)
+        self.checkpoints.settle_or_warn()
         return Outcome("diverged", why)
 
     def compare_weights(self) -> None:

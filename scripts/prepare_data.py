@@ -33,7 +33,7 @@ def settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     from muown_train.config import check_overrides, nearest
-    from muown_train.data.whole import whole
+    from muown_train.factory import whole
 
     check_overrides(words)
     own: dict[str, Any] = dict(DEFAULTS)

@@ -116,7 +116,7 @@ def test_an_error_of_one_rank_ends_the_others_after_its_own_message():
             assert ended(process, within=20) == lost(1, "it failed")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_error_of_all_ranks_is_all_that_they_say():
     with ranks(3, "time.sleep(here.rank); raise SystemExit('no such file')") as processes:
         assert [ended(process, within=20) for process in processes] == [(1, "no such file")] * 3

@@ -19,7 +19,7 @@ from muown_train.data.sources import FORMAT, TrainingData, held_out_ids, tokeniz
 from muown_train.data.streaming import StreamRows
 from muown_train.data.token_file import read_tokens
 from muown_train.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from muown_train.data.whole import whole
+from muown_train.factory import whole
 
 HELD_OUT = 20_000  # documents, where files are split: 20M tokens or so of web text
 PIECES = 16  # a stream of row groups reads them in so many pieces, in an order of each epoch's own

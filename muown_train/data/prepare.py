@@ -30,7 +30,7 @@ from muown_train.data.prepare_report import Report
 from muown_train.data.shards import COUNTS, FORMAT, INDEX, PROGRESS, TOKENIZER
 from muown_train.data.token_file import TokenWriter
 from muown_train.data.tokenizer import HubTokenizer, read_tokenizer, token_dtype
-from muown_train.data.whole import whole
+from muown_train.factory import whole
 from muown_train.files import PARTIAL, replace, sync
 
 FLUSH = 1 << 20  # ids written and counted together
