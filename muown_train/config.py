@@ -11,7 +11,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from muown_train.secrets import redacted
 
@@ -51,6 +51,13 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver(
         "ns_dtype", lambda precision: "float32" if precision == "float32" else None, replace=True
     )
+
+
+def composed(overrides: list[str]) -> DictConfig:
+    """The configuration of the command line's overrides, for programs that are not started by Hydra."""
+    register_resolvers()
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        return compose("train", overrides)
 
 
 def run_name(choices: Mapping[str, Any], overrides: list[str], seed: int) -> str:
@@ -184,8 +191,7 @@ def known_keys(overrides: list[str]) -> list[str]:
     """Every key, dotted, of the configuration with the choices among these overrides."""
     groups = _groups()
     choices = [o for o in overrides if o.split("=")[0] in groups]
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        return list(_dotted(OmegaConf.to_container(compose("train", choices), resolve=False)))
+    return list(_dotted(OmegaConf.to_container(composed(choices), resolve=False)))
 
 
 def _dotted(node: Any, prefix: str = "") -> Iterator[str]:

@@ -21,6 +21,7 @@ ALLOWED = frozenset(
         *(f"muown_train.optim.{name}" for name in _OURS.split()),
         *(f"torch.optim.{name}" for name in _TORCH.split()),
         "muown_train.data.hub_source.hub_stream",
+        "muown_train.data.random_tokens.random_tokens",
         "muown_train.data.shards.shards",
         "muown_train.data.sources.files",
         "muown_train.data.sources.stdlib",

@@ -17,23 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
 from muown_train.build import make_optimizer
 from muown_train.checkpoint import Checkpoints, ModelState, OptimizerState, Stateful
-from muown_train.config import CONFIG_DIR, register_resolvers
+from muown_train.config import composed
 from muown_train.distributed import World
 from muown_train.factory import factory
 
 
 def made(overrides: list[str], device: torch.device) -> tuple[nn.Module, Optimizer]:
     """Model and optimizer of a configuration, with state and gradients."""
-    register_resolvers()
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        config = compose("train", overrides)
+    config = composed(overrides)
     resolved: Any = {key: OmegaConf.to_container(config[key], resolve=True) for key in ("model", "optim")}
     model: nn.Module = factory(resolved["model"], "model")().to(device)
     optimizer = make_optimizer(resolved, model)

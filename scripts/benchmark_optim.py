@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
+from muown_train.memory import peak_memory
 from muown_train.optim import Muon, Muown, shard
 from muown_train.optim.orthogonalize import has_fast_bfloat16
 
@@ -119,23 +119,6 @@ def measure(optimizers: dict[str, torch.optim.Optimizer], rounds: int, device: s
     return seconds
 
 
-def extra_memory(optimizer: torch.optim.Optimizer, device: str) -> int:
-    """Bytes that a step takes at most besides what exists before it."""
-    if device.startswith("cuda"):
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        optimizer.step()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        optimizer.step()
-    taken = most = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            taken += event.nbytes()
-            most = max(most, taken)
-    return most
-
-
 def table(title: str, optimizers: dict[str, torch.optim.Optimizer], rounds: int, device: str) -> str:
     """The measurement as Markdown."""
     seconds = measure(optimizers, rounds, device)
@@ -143,7 +126,7 @@ def table(title: str, optimizers: dict[str, torch.optim.Optimizer], rounds: int,
     rows = [f"\n| {title} | step, ms | of {first} | extra memory, MiB |", "|---|---:|---:|---:|"]
     for name, times in seconds.items():
         ratio = statistics.median(t / b for t, b in zip(times, base, strict=True))
-        memory = extra_memory(optimizers[name], device) / 2**20
+        memory = peak_memory(optimizers[name].step, device) / 2**20
         rows.append(f"| {name} | {statistics.median(times) * 1e3:.1f} | {ratio:.2f} | {memory:.1f} |")
     return "\n".join(rows)
 

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 
+from muown_train.memory import peak_memory
 from muown_train.optim import Muon, Muown, base
 
 BOTH = pytest.mark.parametrize("kind", [Muon, Muown])
@@ -340,12 +341,6 @@ def test_the_extra_memory_of_a_step_does_not_grow_with_the_number_of_matrices(ki
 def extra_memory(optimizer):
     """Bytes that a step takes at most beyond what there was."""
     steps(optimizer, [0])
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        optimizer.step()
-    taken = most = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            taken += event.nbytes()
-            most = max(most, taken)
+    most = peak_memory(optimizer.step, "cpu")
     assert most > 0
     return most

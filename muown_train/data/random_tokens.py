@@ -1,0 +1,65 @@
+"""Rows of random ids: to measure speed and memory of training without any data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from muown_train.data.sources import TrainingData, held_out_ids, tokenizer_facts
+from muown_train.data.tokenizer import token_dtype
+
+
+class RandomRows:
+    """Row i is drawn from a generator of its own, so that rows depend on (vocab_size, seq_len, seed, i) alone."""
+
+    def __init__(self, vocab_size: int, seq_len: int, seed: int) -> None:
+        self.seq_len, self._vocab_size, self._seed = seq_len, vocab_size, seed
+
+    def take(self, indices: Sequence[int]) -> np.ndarray:
+        return np.stack([self._row(i) for i in indices])
+
+    def _row(self, i: int) -> np.ndarray:
+        generator = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, 0, 0, i]))
+        return generator.integers(self._vocab_size, size=self.seq_len + 1, dtype=np.int32)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Numbers:
+    """A tokenizer whose text is the ids themselves."""
+
+    name, fingerprint, end_of_text = "random", "random", 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [[int(word) for word in text.split()] for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def random_tokens(*, seq_len: int, seed: int, valid_tokens: int, cache: Path, vocab_size: int) -> TrainingData:
+    """Ids that are uniform in the model's vocabulary; there is nothing to learn, the loss stays at ln(vocab_size).
+
+    Raises:
+        ValueError: valid_tokens below 1.
+    """
+    tokenizer = Numbers(vocab_size)
+    ids = np.random.default_rng(seed).integers(vocab_size, size=valid_tokens + 1, dtype=token_dtype(vocab_size))
+    facts = {"data": "random", "content": "random", **tokenizer_facts(tokenizer)}
+    return TrainingData(
+        RandomRows(vocab_size, seq_len, seed),
+        held_out_ids(ids, valid_tokens),
+        tokenizer,
+        facts,
+        float(np.log(vocab_size)),
+    )

@@ -1,0 +1,80 @@
+"""Cross-entropy of a linear head without all of its logits at once.
+
+The gradients of a cross-entropy are known as soon as its logits are, so that a chunk of rows is multiplied, judged and
+differentiated while it is in the cache, and forgotten: three products of matrices as without chunks, and memory for
+one chunk in place of the (N, V) logits, their float32 copy and their gradient. (The idea is that of Liger Kernel's
+fused linear cross-entropy, Hsu et al. 2024, arXiv 2410.10989; here without kernels of our own, for any device.)
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORE = -100  # a target that does not count, as in torch's cross-entropy
+
+# Logits of a chunk, by device: on a CPU as many as its caches hold (measured, docs/performance.md); on a GPU enough to
+# fill it. But never fewer rows than that, for the gradient of the head's weight is added up chunk by chunk.
+CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**27}
+LEAST_ROWS = 1024
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Summed cross-entropy in nats of the logits x @ weight^T, a float32 scalar.
+
+    Under autocast the products are in its dtype, as those of F.linear; the softmax is always in float32.
+
+    Args:
+        x: (N, D); weight: (V, D), of any floating dtype.
+        targets: (N,) integers below V; -100 does not count.
+    """
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else weight.dtype
+    x = x.to(dtype)
+    if torch.is_grad_enabled():
+        loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets)
+        return loss
+    return _forward(x, weight, targets, None, None)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        grad_x = torch.empty_like(x)
+        grad_weight = torch.zeros_like(weight)
+        loss = _forward(x, weight, targets, grad_x, grad_weight)
+        ctx.save_for_backward(grad_x, grad_weight)
+        return loss
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad_x, grad_weight = ctx.saved_tensors
+        return grad_x * grad.to(grad_x.dtype), grad_weight * grad, None
+
+
+def _forward(x: Tensor, weight: Tensor, targets: Tensor, grad_x: Tensor | None, grad_weight: Tensor | None) -> Tensor:
+    """The summed loss; where wanted grad_x (N, D) is written and grad_weight (V, D) added to."""
+    weight = weight.to(x.dtype)
+    rows = chunk_rows(*x.shape[:1], weight.shape[0], x.device)
+    loss = torch.zeros((), dtype=torch.float32, device=x.device)
+    for start in range(0, x.shape[0], rows):
+        part, wanted = x[start : start + rows], targets[start : start + rows, None]
+        counts = wanted != IGNORE
+        wanted = wanted.clamp(min=0)
+        log_p = torch.log_softmax(part @ weight.T, dim=-1, dtype=torch.float32)  # (n, V)
+        loss = loss - (log_p.gather(1, wanted) * counts).sum()
+        if grad_x is None or grad_weight is None:
+            continue
+        grad_logits = log_p.exp_().scatter_add_(1, wanted, -torch.ones_like(wanted, dtype=log_p.dtype)).to(x.dtype)
+        part = part * counts  # for rows that do not count, here and below: (n, D) is less work than (n, V)
+        grad_weight += grad_logits.T @ part
+        grad_x[start : start + rows] = (grad_logits @ weight) * counts
+    return loss
+
+
+def chunk_rows(rows: int, vocab_size: int, device: torch.device) -> int:
+    """How many of `rows` a chunk has."""
+    most = max(LEAST_ROWS, CHUNK_LOGITS.get(device.type, 2**27) // vocab_size)
+    return math.ceil(rows / math.ceil(rows / most))

@@ -1,0 +1,221 @@
+"""Time one update of training, configurations side by side: `python scripts/benchmark_train.py [CONFIG …]`.
+
+A CONFIG is one argument of settings as the command line takes them, such as "model=124m compile=true". All train on
+random tokens, in turns, so that what disturbs the machine disturbs all of them. Printed are tokens per second, the
+median of each round's ratio to the first contender, how the time of an update is split, the memory that an update
+takes at most besides weights, gradients and optimizer state, and which part of the machine's measured matrix rate
+is reached. The split is measured on updates of their own, on GPUs with waits between the parts.
+
+With `--against torch` the first contender is a plain PyTorch loop of the sizes of the first CONFIG (plain_gpt.py), in
+float32 and not compiled; `--against torch-fast` the same with bfloat16 autocast and torch.compile.
+"""
+
+import argparse
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from plain_gpt import PlainGPT, plain_step
+
+from muown_train.build import Run, build
+from muown_train.config import composed
+from muown_train.data.loader import Loader
+from muown_train.data.random_tokens import RandomRows
+from muown_train.distributed import World, world
+from muown_train.hardware import device_name
+from muown_train.memory import peak_memory
+from muown_train.models.gpt import GPT
+
+# of the targets: width 256, 6 layers, vocabulary 4096, an update of one micro-batch of 16 x 256 tokens
+DEFAULT = "model.dim=256 model.layers=6 seq_len=256 micro_batch=16 batch_tokens=4096"
+PARTS = ("data", "forward", "backward", "optimizer", "rest")
+
+
+@dataclass
+class Contender:
+    """One way to train: `step` makes an update with these optimizers on rows of this loader."""
+
+    step: Callable[[], Any]
+    optimizers: list[torch.optim.Optimizer]
+    loader: Loader
+    tokens: int  # of an update
+    flops: float  # of an update
+    autocast: bool
+    device: torch.device
+
+    def close(self) -> None:
+        self.loader.close()
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def seconds(self) -> float:
+        """Of one update, the device's work included."""
+        started = self.now()
+        self.step()
+        return self.now() - started
+
+
+def ours(settings: str, out: str, here: World) -> tuple[Contender, Run]:
+    """The trainer of a configuration, as the command line would make it."""
+    run = build(composed([*shlex.split(settings), "data=random", f"out={out}", "name=run"]), "run", here)
+    trainer, tokens = run.trainer, run.config.batch_tokens
+    flops = run.model.flops_per_token() * tokens
+    autocast = trainer.settings.autocast
+    return Contender(
+        trainer.train_step, trainer.optimizer.optimizers, trainer.loader, tokens, flops, autocast, here.device
+    ), run
+
+
+def plain(fast: bool, run: Run) -> Contender:
+    """The plain loop with the sizes of a run."""
+    gpt, top, device = run.model, run.config, run.trainer.world.device
+    if not isinstance(gpt, GPT):
+        raise ValueError(f"--against torch compares with GPT, not with {type(gpt).__name__}")
+    block = gpt.blocks[0]
+    sizes = (gpt.vocab_size, gpt.layers, gpt.dim, block.attention.heads, block.mlp.out.in_features, gpt.seq_len)
+    model = PlainGPT(*sizes).to(device)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in gpt.parameters())
+    rows = RandomRows(gpt.vocab_size, top.seq_len, top.seed)
+    loader = Loader(rows, top.batch_tokens // top.seq_len)
+    called = torch.compile(model) if fast else model
+    step, optimizers = plain_step(called, lambda: next(loader).tokens, top.micro_batch, autocast=fast)
+    return Contender(step, optimizers, loader, top.batch_tokens, gpt.flops_per_token() * top.batch_tokens, fast, device)
+
+
+def split(contender: Contender, updates: int) -> dict[str, float]:
+    """Median seconds of each part of an update.
+
+    Forward is all from the data, or the backward pass before, to the backward pass; what lies between the last
+    backward pass and the optimizer (clipping) and after the optimizer is the rest.
+    """
+    spent: dict[str, float] = defaultdict(float)
+    last = 0.0
+
+    def lap(part: str) -> None:
+        nonlocal last
+        now = contender.now()
+        spent[part] += now - last
+        last = now
+
+    def lapped(function: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            lap(before)
+            result = function(*arguments, **keywords)
+            lap(after)
+            return result
+
+        return call
+
+    found = defaultdict(list)
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Loader, "__next__", lapped(Loader.__next__, "data", "data")))
+        stack.enter_context(
+            patch.object(torch.Tensor, "backward", lapped(torch.Tensor.backward, "forward", "backward"))
+        )
+        for optimizer in contender.optimizers:
+            stack.enter_context(patch.object(optimizer, "step", lapped(optimizer.step, "rest", "optimizer")))
+        for _ in range(updates):
+            spent.clear()
+            last = contender.now()
+            contender.step()
+            lap("rest")
+            for part in PARTS:
+                found[part].append(spent[part])
+    return {part: statistics.median(found[part]) for part in PARTS}
+
+
+def matrix_rate(dtype: torch.dtype, device: torch.device, size: int = 2048) -> float:
+    """Floating-point operations per second of a product of square matrices, the median of 15."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    product = Contender(lambda: a @ b, [], None, 0, 0, False, device)  # type: ignore[arg-type]
+    product.seconds()
+    return 2 * size**3 / statistics.median(product.seconds() for _ in range(15))
+
+
+def measure(contenders: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each round's update, in turns."""
+    names = list(contenders)
+    for name in names:
+        started = time.perf_counter()
+        for _ in range(4):  # compiled, and the caches warm
+            contenders[name].step()
+        say(f"{name}: the first four updates took {time.perf_counter() - started:.1f} s")
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            seconds[name].append(contenders[name].seconds())
+    return seconds
+
+
+def table(contenders: dict[str, Contender], rounds: int, rates: dict[bool, float]) -> Iterator[str]:
+    """The measurement as Markdown."""
+    seconds = measure(contenders, rounds)
+    first = next(iter(seconds.values()))
+    yield "| | tokens/s | speed-up | update, ms | " + " | ".join(PARTS) + " | peak memory, MiB | of matrix rate |"
+    yield "|---|" + "---:|" * (len(PARTS) + 5)
+    for name, contender in contenders.items():
+        times = seconds[name]
+        update = statistics.median(times)
+        faster = statistics.median(b / t for b, t in zip(first, times, strict=True))
+        parts = split(contender, max(3, rounds // 2))
+        cells = [f"{contender.tokens / update:,.0f}", f"{faster:.2f}", f"{update * 1e3:.1f}"]
+        cells += [f"{parts[part] * 1e3:.1f}" for part in PARTS]
+        cells.append(f"{peak_memory(contender.step, contender.device) / 2**20:,.0f}")
+        cells.append(f"{contender.flops / update / rates[contender.autocast]:.0%}")
+        yield f"| {name} | " + " | ".join(cells) + " |"
+
+
+def say(sentence: str) -> None:
+    """Progress, beside the result."""
+    print(sentence, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configs", nargs="*", default=[""], metavar="CONFIG", help="settings in one argument")
+    parser.add_argument("--common", default=DEFAULT, help=f"settings of all, before their own; by default {DEFAULT!r}")
+    parser.add_argument("--against", nargs="+", choices=("torch", "torch-fast"), default=[], help="plain loops")
+    parser.add_argument("--rounds", type=int, default=11, help="updates of each contender (default 11)")
+    parser.add_argument("--threads", type=int, help="by default all cores")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds} must be 1 or more")
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    with world() as here, tempfile.TemporaryDirectory() as folder:
+        device = here.device
+        rates = {fast: matrix_rate(torch.bfloat16 if fast else torch.float32, device) for fast in (False, True)}
+        print(
+            f"{device_name(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}; products of "
+            f"2048 x 2048 matrices: {rates[False] / 1e12:.2f} TFLOP/s in float32, {rates[True] / 1e12:.2f} in bfloat16\n",
+            flush=True,
+        )
+        runs = [
+            ours(f"{arguments.common} {config}", f"{folder}/{i}", here) for i, config in enumerate(arguments.configs)
+        ]
+        contenders = {name: plain(name == "torch-fast", runs[0][1]) for name in arguments.against}
+        contenders |= {config or "default": run[0] for config, run in zip(arguments.configs, runs, strict=True)}
+        try:
+            for line in table(contenders, arguments.rounds, rates):
+                print(line, flush=True)
+        finally:
+            for contender in contenders.values():
+                contender.loader.close()
+            for _, run in runs:
+                run.close()
+
+
+if __name__ == "__main__":
+    main()
