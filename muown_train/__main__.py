@@ -4,12 +4,14 @@ Exit status: 0 the run is finished, has diverged (a result), or was stopped and 
 goes on; 2 a setting that cannot be; 3 the same update has failed too often; 130 interrupted at once.
 """
 
+import atexit
 import errno
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -137,7 +139,7 @@ def trained(run: "Run") -> "Outcome":
 
 
 def main() -> None:
-    """Entry of the command line."""
+    """What the command line does; it raises SystemExit for any status but 0."""
     register_resolvers()
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors in the overrides reach `explained`
@@ -149,5 +151,28 @@ def main() -> None:
             del os.environ["HYDRA_FULL_ERROR"]
 
 
+def command() -> None:
+    """Entry of the command line; one of several ranks ends without tearing the interpreter down.
+
+    A thread of gloo may still hold the tensors of a collective (a module that torch imports late keeps the default
+    group alive, a traceback what it led through), and Python aborts the process, status 134, if such a thread frees one
+    while the interpreter goes.
+    """
+    status: object = 0
+    try:
+        main()
+    except SystemExit as end:
+        status = end.code or 0
+    if isinstance(status, int) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # what Python does first when it ends, and multiprocessing for its processes
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # nobody reads it any more
+                stream.flush()
+        os._exit(status)
+    sys.exit(status)  # type: ignore[arg-type]
+
+
 if __name__ == "__main__":
-    main()
+    command()

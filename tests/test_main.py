@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -197,6 +198,31 @@ def test_a_run_folder_that_cannot_be_written(corpus, tmp_path, monkeypatch):
     assert {path.name: path.read_bytes() for path in (tmp_path / "kept").glob("*.*") if path.is_file()} == before
     assert call(monkeypatch, *arguments)[0] is None
     assert [line["step"] for line in metrics(tmp_path / "kept")] == list(range(13))
+
+
+_ENDING = """
+import atexit, sys
+from muown_train import __main__ as entry
+class Late:
+    def __del__(self):
+        print("torn down")
+late = Late()  # a global, freed when the interpreter goes: threads that then want it are what aborts a rank
+atexit.register(print, "at exit")
+entry.main = lambda: sys.exit({status})
+print("said")
+entry.command()
+"""
+
+
+@pytest.mark.parametrize("code, status", [("3", 3), ("None", 0)])
+def test_one_of_several_ranks_ends_in_order_but_keeps_the_interpreter(code, status):
+    ran = subprocess.run(
+        [sys.executable, "-c", _ENDING.format(status=code)],
+        env=os.environ | {"WORLD_SIZE": "2", "RANK": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (status, "said\nat exit\n", "")
 
 
 def choices(*overrides: str) -> str:
