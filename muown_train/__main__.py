@@ -22,6 +22,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from muown_train.collector import loading_torch
 from muown_train.config import (
     CONFIG_DIR,
     check_overrides,
@@ -32,6 +33,7 @@ from muown_train.config import (
 )
 from muown_train.files import replace
 from muown_train.secrets import redacted, redacted_tracebacks
+from muown_train.top_level import top_level
 
 if TYPE_CHECKING:
     from muown_train.build import Run
@@ -71,24 +73,20 @@ def leave(sentence: str, status: int) -> NoReturn:
 @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="train")
 def train(config: DictConfig) -> None:
     """Build the run of a configuration and train it."""
-    from muown_train.build import build
-    from muown_train.distributed import world
-    from muown_train.report import finish
-    from muown_train.status import GaveUp
-
-    chosen = HydraConfig.get()
     # Hydra reports what leaves this function in its own words, but lets an exit pass
+    with redacted_tracebacks(), explained():
+        name = checked(config)
+        with loading_torch():  # which takes seconds, and so not before
+            from muown_train.build import build
+            from muown_train.distributed import world
+            from muown_train.report import finish
+            from muown_train.status import GaveUp
+
     with redacted_tracebacks(), explained(), world() as here:
-        check_overrides(chosen.overrides.task)
-        if OmegaConf.is_list(config.trust):
-            check_trust(config.trust, chosen.overrides.task)
-        if here.size > 1 and chosen.mode == RunMode.MULTIRUN:
+        if here.size > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
             raise ValueError(
                 "--multirun trains one job after the other in one process: under torchrun start each alone"
             )
-        if chosen.mode == RunMode.MULTIRUN:
-            hide_secrets(Path(chosen.sweep.dir) / "multirun.yaml")  # Hydra's, of the command line as it is
-        name = run_name(chosen.runtime.choices, list(chosen.overrides.task), config.seed)
         try:
             run = build(config, name, here)
         except GaveUp as error:
@@ -107,6 +105,24 @@ def train(config: DictConfig) -> None:
             run.close()
         if outcome.state == "stopped":
             sys.exit(0)  # nor are further jobs of --multirun begun
+
+
+def checked(config: DictConfig) -> str:
+    """Check what can be checked without torch; `build` checks all.
+
+    Returns:
+        The run's name where the configuration gives none.
+    """
+    chosen = HydraConfig.get()
+    overrides = list(chosen.overrides.task)
+    if chosen.mode == RunMode.MULTIRUN:
+        hide_secrets(Path(chosen.sweep.dir) / "multirun.yaml")  # Hydra's, of the command line as it is
+    check_overrides(overrides)
+    if OmegaConf.is_list(config.trust):
+        check_trust(config.trust, overrides)
+    name = run_name(chosen.runtime.choices, overrides, config.seed)
+    top_level(OmegaConf.to_container(config, resolve=True), name)  # type: ignore[arg-type]
+    return name
 
 
 def hide_secrets(file: Path) -> None:

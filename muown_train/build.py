@@ -18,6 +18,7 @@ from torch import nn
 from muown_train import hardware, manifest
 from muown_train.batch import rows_per_update, updates
 from muown_train.checkpoint import Checkpoints, about_newest
+from muown_train.collector import resting
 from muown_train.config import run_folder
 from muown_train.console import console
 from muown_train.data.loader import Loader
@@ -144,7 +145,8 @@ def build(config: DictConfig, name: str, world: World) -> Run:
     steps = updates(top.tokens, top.tokens_per_parameter, parameters, top.batch_tokens)
     schedule: Schedule = factory(resolved["schedule"], "schedule", ["step", "steps"], top.trust)
     schedule(0, steps)  # an impossible setting is found now
-    optimizer = make_optimizer(resolved, model, top.trust)
+    with resting():  # torch imports its compiler with a process's first optimizer, though nothing may be compiled
+        optimizer = make_optimizer(resolved, model, top.trust)
     if top.compile:
         optimizer.compile()
     if top.shard_optimizer and world.size > 1:
