@@ -199,7 +199,8 @@ def main() -> None:
         rates = {fast: matrix_rate(torch.bfloat16 if fast else torch.float32, device) for fast in (False, True)}
         print(
             f"{device_name(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}; products of "
-            f"2048 x 2048 matrices: {rates[False] / 1e12:.2f} TFLOP/s in float32, {rates[True] / 1e12:.2f} in bfloat16\n",
+            f"2048 x 2048 matrices: {rates[False] / 1e12:.2f} TFLOP/s in float32, {rates[True] / 1e12:.2f} in "
+            "bfloat16\n",
             flush=True,
         )
         runs = [

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from muown_train.models.attention import causal_attention
+from muown_train.models.cross_entropy import linear_cross_entropy
 from muown_train.models.language_model import LanguageModel
 
 
@@ -54,7 +56,7 @@ class Attention(nn.Module):
         B, T, D = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)  # (B, h, T, d)
         q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = causal_attention(q, k, v)
         out: Tensor = self.out(y.transpose(1, 2).reshape(B, T, D))
         return out
 
@@ -151,10 +153,10 @@ class GPT(LanguageModel):
         cos, sin = self.cos[:T], self.sin[:T]
         for block in self.blocks:
             x = block(x, cos, sin)
-        logits = F.linear(self.norm(x), self.embedding.weight)
+        x = self.norm(x)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+            return F.linear(x, self.embedding.weight)
+        return linear_cross_entropy(x.flatten(0, 1), self.embedding.weight, targets.flatten())
 
     def flops_per_token(self) -> float:
         # the tied embedding multiplies once, as the head

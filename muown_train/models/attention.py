@@ -1,0 +1,39 @@
+"""Causal attention by the faster of two ways.
+
+On GPUs `scaled_dot_product_attention`, which is FlashAttention there. On CPUs, where its kernel is far from the rate
+of a plain product in bfloat16, blocks of queries against the keys that they may see: two batched products each, with
+the probabilities kept for the backward pass. (Measured: docs/performance.md.)
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 128  # least number of queries in a block; at most four blocks, as larger ones waste less on starting products
+# the longest sequence that blocks are faster for; the probabilities kept are 5/8 B h T^2 numbers
+LONGEST = {torch.bfloat16: 2048, torch.float32: 512}
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v over the keys up to each query's own; all (B, h, T, d) of one dtype."""
+    if q.device.type == "cpu" and q.shape[2] <= LONGEST.get(q.dtype, 0):
+        return by_blocks(q, k, v)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def by_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same by blocks of queries; scores and probabilities are in q's dtype, the softmax computes in float32."""
+    B, h, T, d = q.shape
+    q, k, v = (x.reshape(B * h, T, d) for x in (q, k, v))
+    size = min(T, max(BLOCK, T // 4))
+    # the last block's mask; earlier ones see a part of it, moved to the left
+    mask = torch.full((size, T), -math.inf, dtype=q.dtype).triu(T - size + 1)
+    parts = []
+    for start in range(0, T, size):
+        end = min(T, start + size)
+        seen = mask[: end - start, T - size - start : T - size - start + end]
+        scores = torch.baddbmm(seen, q[:, start:end], k[:, :end].mT, alpha=1 / math.sqrt(d))  # (B h, t, end)
+        parts.append(torch.softmax(scores, dim=-1) @ v[:, :end])
+    return torch.cat(parts, dim=1).view(B, h, T, d)
