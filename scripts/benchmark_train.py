@@ -7,11 +7,14 @@ takes at most besides weights, gradients and optimizer state, and which part of 
 is reached. The split is measured on updates of their own, on GPUs with waits between the parts.
 
 With `--against torch` the first contender is a plain PyTorch loop of the sizes of the first CONFIG (plain_gpt.py), in
-float32 and not compiled; `--against torch-fast` the same with bfloat16 autocast and torch.compile.
+float32 and not compiled; `--against torch-fast` the same with bfloat16 autocast and torch.compile. Under torchrun the
+configurations train on all ranks together; tokens are those of all, and the split is that of the main one.
 """
 
 import argparse
+import os
 import shlex
+import shutil
 import statistics
 import sys
 import tempfile
@@ -20,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -48,30 +52,30 @@ class Contender:
     optimizers: list[torch.optim.Optimizer]
     loader: Loader
     tokens: int  # of an update
-    flops: float  # of an update
+    flops: float  # of an update, on this rank
     autocast: bool
     device: torch.device
 
-    def close(self) -> None:
-        self.loader.close()
 
-    def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+def now(device: torch.device) -> float:
+    """Seconds on the clock once the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
-    def seconds(self) -> float:
-        """Of one update, the device's work included."""
-        started = self.now()
-        self.step()
-        return self.now() - started
+
+def seconds(action: Callable[[], Any], device: torch.device) -> float:
+    """Of one call, the device's work included."""
+    started = now(device)
+    action()
+    return now(device) - started
 
 
 def ours(settings: str, out: str, here: World) -> tuple[Contender, Run]:
     """The trainer of a configuration, as the command line would make it."""
     run = build(composed([*shlex.split(settings), "data=random", f"out={out}", "name=run"]), "run", here)
     trainer, tokens = run.trainer, run.config.batch_tokens
-    flops = run.model.flops_per_token() * tokens
+    flops = run.model.flops_per_token() * tokens / here.size
     autocast = trainer.settings.autocast
     return Contender(
         trainer.train_step, trainer.optimizer.optimizers, trainer.loader, tokens, flops, autocast, here.device
@@ -105,9 +109,9 @@ def split(contender: Contender, updates: int) -> dict[str, float]:
 
     def lap(part: str) -> None:
         nonlocal last
-        now = contender.now()
-        spent[part] += now - last
-        last = now
+        here = now(contender.device)
+        spent[part] += here - last
+        last = here
 
     def lapped(function: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
@@ -128,7 +132,7 @@ def split(contender: Contender, updates: int) -> dict[str, float]:
             stack.enter_context(patch.object(optimizer, "step", lapped(optimizer.step, "rest", "optimizer")))
         for _ in range(updates):
             spent.clear()
-            last = contender.now()
+            last = now(contender.device)
             contender.step()
             lap("rest")
             for part in PARTS:
@@ -139,9 +143,7 @@ def split(contender: Contender, updates: int) -> dict[str, float]:
 def matrix_rate(dtype: torch.dtype, device: torch.device, size: int = 2048) -> float:
     """Floating-point operations per second of a product of square matrices, the median of 15."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    product = Contender(lambda: a @ b, [], None, 0, 0, False, device)  # type: ignore[arg-type]
-    product.seconds()
-    return 2 * size**3 / statistics.median(product.seconds() for _ in range(15))
+    return 2 * size**3 / statistics.median(seconds(lambda: a @ b, device) for _ in range(15))
 
 
 def measure(contenders: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
@@ -152,21 +154,21 @@ def measure(contenders: dict[str, Contender], rounds: int) -> dict[str, list[flo
         for _ in range(4):  # compiled, and the caches warm
             contenders[name].step()
         say(f"{name}: the first four updates took {time.perf_counter() - started:.1f} s")
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    found: dict[str, list[float]] = {name: [] for name in names}
     for i in range(rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            seconds[name].append(contenders[name].seconds())
-    return seconds
+            found[name].append(seconds(contenders[name].step, contenders[name].device))
+    return found
 
 
 def table(contenders: dict[str, Contender], rounds: int, rates: dict[bool, float]) -> Iterator[str]:
     """The measurement as Markdown."""
-    seconds = measure(contenders, rounds)
-    first = next(iter(seconds.values()))
+    found = measure(contenders, rounds)
+    first = next(iter(found.values()))
     yield "| | tokens/s | speed-up | update, ms | " + " | ".join(PARTS) + " | peak memory, MiB | of matrix rate |"
     yield "|---|" + "---:|" * (len(PARTS) + 5)
     for name, contender in contenders.items():
-        times = seconds[name]
+        times = found[name]
         update = statistics.median(times)
         faster = statistics.median(b / t for b, t in zip(first, times, strict=True))
         parts = split(contender, max(3, rounds // 2))
@@ -179,7 +181,8 @@ def table(contenders: dict[str, Contender], rounds: int, rates: dict[bool, float
 
 def say(sentence: str) -> None:
     """Progress, beside the result."""
-    print(sentence, file=sys.stderr, flush=True)
+    if os.environ.get("RANK", "0") == "0":
+        print(sentence, file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -194,28 +197,37 @@ def main() -> None:
         parser.error(f"--rounds {arguments.rounds} must be 1 or more")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    with world() as here, tempfile.TemporaryDirectory() as folder:
-        device = here.device
-        rates = {fast: matrix_rate(torch.bfloat16 if fast else torch.float32, device) for fast in (False, True)}
-        print(
-            f"{device_name(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}; products of "
-            f"2048 x 2048 matrices: {rates[False] / 1e12:.2f} TFLOP/s in float32, {rates[True] / 1e12:.2f} in "
-            "bfloat16\n",
-            flush=True,
-        )
-        runs = [
-            ours(f"{arguments.common} {config}", f"{folder}/{i}", here) for i, config in enumerate(arguments.configs)
-        ]
-        contenders = {name: plain(name == "torch-fast", runs[0][1]) for name in arguments.against}
-        contenders |= {config or "default": run[0] for config, run in zip(arguments.configs, runs, strict=True)}
+    with world() as here:
+        if here.size > 1 and arguments.against:
+            parser.error("--against is for one process: leave torchrun out")
+        folder = here.on_main(tempfile.mkdtemp)
         try:
-            for line in table(contenders, arguments.rounds, rates):
-                print(line, flush=True)
+            compare(arguments, folder, here)
         finally:
-            for contender in contenders.values():
-                contender.loader.close()
-            for _, run in runs:
-                run.close()
+            if here.is_main:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def compare(arguments: argparse.Namespace, folder: str, here: World) -> None:
+    """Measure, and print the table on the main rank."""
+    rates = {fast: matrix_rate(torch.bfloat16 if fast else torch.float32, here.device) for fast in (False, True)}
+    lines = [
+        f"{device_name(here.device)}, {here.size} x {torch.get_num_threads()} threads, torch {torch.__version__}; "
+        f"products of 2048 x 2048 matrices: {rates[False] / 1e12:.2f} TFLOP/s in float32, "
+        f"{rates[True] / 1e12:.2f} in bfloat16\n"
+    ]
+    runs = [ours(f"{arguments.common} {config}", f"{folder}/{i}", here) for i, config in enumerate(arguments.configs)]
+    contenders = {name: plain(name == "torch-fast", runs[0][1]) for name in arguments.against}
+    contenders |= {config or "default": run[0] for config, run in zip(arguments.configs, runs, strict=True)}
+    try:
+        for line in chain(lines, table(contenders, arguments.rounds, rates)):
+            if here.is_main:
+                print(line, flush=True)
+    finally:
+        for contender in contenders.values():
+            contender.loader.close()
+        for _, run in runs:
+            run.close()
 
 
 if __name__ == "__main__":

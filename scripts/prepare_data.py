@@ -61,18 +61,15 @@ def main() -> None:
     if not words or words[0] in ("-h", "--help"):
         print(__doc__)
         return
-    from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
     from muown_train.__main__ import explained
-    from muown_train.config import CONFIG_DIR, register_resolvers
+    from muown_train.config import composed
     from muown_train.factory import factory
 
     with explained():
         own, data = settings(words)
-        register_resolvers()
-        with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            config = OmegaConf.to_container(compose("train", data).data, resolve=True)
+        config = OmegaConf.to_container(composed(data).data, resolve=True)
         target = factory(config, "data", given=FROM_RUN)  # type: ignore[arg-type]
         from muown_train.data.prepare import prepare
 

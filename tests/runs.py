@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from muown_train.build import Run, build
-from muown_train.config import CONFIG_DIR, register_resolvers
+from muown_train.config import composed
 from muown_train.distributed import World
 
 HERE = World(0, 1, torch.device("cpu"))
@@ -42,9 +41,7 @@ def slow_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
 
 def configured(*overrides: str) -> DictConfig:
     """The configuration that these overrides make."""
-    register_resolvers()
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        return compose("train", list(overrides))
+    return composed(list(overrides))
 
 
 def built(corpus: Path, out: Path, *overrides: str, world: World = HERE) -> Run:

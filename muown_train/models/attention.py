@@ -27,13 +27,15 @@ def by_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The same by blocks of queries; scores and probabilities are in q's dtype, the softmax computes in float32."""
     B, h, T, d = q.shape
     q, k, v = (x.reshape(B * h, T, d) for x in (q, k, v))
-    size = min(T, max(BLOCK, T // 4))
+    size = min(T, max(BLOCK, math.ceil(T / 4)))
+    width = size * math.ceil(T / size)
     # the last block's mask; earlier ones see a part of it, moved to the left
-    mask = torch.full((size, T), -math.inf, dtype=q.dtype).triu(T - size + 1)
+    mask = torch.full((size, width), -math.inf, dtype=q.dtype).triu(width - size + 1)
     parts = []
     for start in range(0, T, size):
         end = min(T, start + size)
-        seen = mask[: end - start, T - size - start : T - size - start + end]
+        first = width - size - start
+        seen = mask[: end - start, first : first + end]
         scores = torch.baddbmm(seen, q[:, start:end], k[:, :end].mT, alpha=1 / math.sqrt(d))  # (B h, t, end)
         parts.append(torch.softmax(scores, dim=-1) @ v[:, :end])
     return torch.cat(parts, dim=1).view(B, h, T, d)

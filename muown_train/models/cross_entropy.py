@@ -15,10 +15,9 @@ from torch.autograd.function import once_differentiable
 
 IGNORE = -100  # a target that does not count, as in torch's cross-entropy
 
-# Logits of a chunk, by device: on a CPU as many as its caches hold (measured, docs/performance.md); on a GPU enough to
-# fill it. But never fewer rows than that, for the gradient of the head's weight is added up chunk by chunk.
+# Logits of a chunk, by device: on a CPU what its caches hold, on a GPU enough to fill it. (Measured:
+# docs/performance.md.) But never fewer rows than D: the (V, D) gradient of the head is added to with each chunk.
 CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**27}
-LEAST_ROWS = 1024
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -33,7 +32,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else weight.dtype
     x = x.to(dtype)
     if torch.is_grad_enabled():
-        loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets)
+        loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets)  # type: ignore[no-untyped-call]
         return loss
     return _forward(x, weight, targets, None, None)
 
@@ -48,7 +47,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         grad_x, grad_weight = ctx.saved_tensors
         return grad_x * grad.to(grad_x.dtype), grad_weight * grad, None
@@ -57,7 +56,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _forward(x: Tensor, weight: Tensor, targets: Tensor, grad_x: Tensor | None, grad_weight: Tensor | None) -> Tensor:
     """The summed loss; where wanted grad_x (N, D) is written and grad_weight (V, D) added to."""
     weight = weight.to(x.dtype)
-    rows = chunk_rows(*x.shape[:1], weight.shape[0], x.device)
+    rows = chunk_rows(x.shape[0], *weight.shape, x.device)
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     for start in range(0, x.shape[0], rows):
         part, wanted = x[start : start + rows], targets[start : start + rows, None]
@@ -74,7 +73,7 @@ def _forward(x: Tensor, weight: Tensor, targets: Tensor, grad_x: Tensor | None, 
     return loss
 
 
-def chunk_rows(rows: int, vocab_size: int, device: torch.device) -> int:
+def chunk_rows(rows: int, vocab_size: int, dim: int, device: torch.device) -> int:
     """How many of `rows` a chunk has."""
-    most = max(LEAST_ROWS, CHUNK_LOGITS.get(device.type, 2**27) // vocab_size)
+    most = max(dim, CHUNK_LOGITS.get(device.type, 2**27) // vocab_size)
     return math.ceil(rows / math.ceil(rows / most))

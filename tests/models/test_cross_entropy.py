@@ -1,0 +1,90 @@
+"""The head's loss in chunks equals that of all logits at once, in value, gradients and what does not count."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muown_train.memory import peak_memory
+from muown_train.models import cross_entropy
+from muown_train.models.cross_entropy import IGNORE, chunk_rows, linear_cross_entropy
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setitem(cross_entropy.CHUNK_LOGITS, "cpu", 1)  # a chunk has `dim` rows
+
+
+def inputs(rows, vocab_size, dim=8, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(vocab_size, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    return x, weight, torch.randint(vocab_size, (rows,), generator=generator)
+
+
+def at_once(x, weight, targets):
+    return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum", ignore_index=IGNORE)
+
+
+def gradients(loss, x, weight):
+    return torch.autograd.grad(loss, (x, weight))
+
+
+@settings(deadline=None, max_examples=30)
+@given(rows=st.integers(1, 40), vocab_size=st.integers(1, 30), ignored=st.floats(0, 1), dim=st.integers(1, 50))
+def test_it_equals_the_loss_of_all_logits(rows, vocab_size, ignored, dim):
+    x, weight, targets = inputs(rows, vocab_size, dim, torch.float32)
+    targets[torch.rand(rows, generator=torch.Generator().manual_seed(1)) < ignored] = IGNORE
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(cross_entropy.CHUNK_LOGITS, "cpu", 1)  # a chunk has `dim` rows
+        loss = linear_cross_entropy(x, weight, targets)
+        assert loss.dtype == torch.float32 and loss.shape == ()
+        torch.testing.assert_close(loss, at_once(x, weight, targets))
+        # a factor as the trainer's: 1 / number of targets
+        torch.testing.assert_close(
+            gradients(loss / 7, x, weight), gradients(at_once(x, weight, targets) / 7, x, weight), rtol=1e-4, atol=1e-6
+        )
+        with torch.no_grad():
+            torch.testing.assert_close(linear_cross_entropy(x, weight, targets), loss)
+
+
+def test_under_autocast_it_is_as_accurate_as_all_logits_in_bfloat16(small_chunks):
+    x, weight, targets = inputs(32, 50, dim=64, dtype=torch.float32)
+    exact, wanted = at_once(x, weight, targets), gradients(at_once(x, weight, targets), x, weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, usual = linear_cross_entropy(x, weight, targets), at_once(x, weight, targets)
+    assert loss.dtype == torch.float32
+    assert abs(loss - exact) < 0.01 * exact
+    for ours, theirs, true in zip(gradients(loss, x, weight), gradients(usual, x, weight), wanted, strict=True):
+        assert ours.dtype == true.dtype
+        assert (ours - true).norm() < 1.5 * (theirs - true).norm()
+
+
+def test_values_too_large_for_an_exponential(small_chunks):
+    x, weight, targets = inputs(10, 5, dtype=torch.float32)
+    loss = linear_cross_entropy(x * 1e4, weight, targets)
+    assert torch.isfinite(loss)
+    torch.testing.assert_close(loss, at_once(x * 1e4, weight, targets))
+
+
+def test_a_target_beyond_the_vocabulary_is_an_error(small_chunks):
+    x, weight, targets = inputs(10, 5)
+    targets[7] = 5
+    with pytest.raises((RuntimeError, IndexError)):
+        linear_cross_entropy(x, weight, targets)
+
+
+def test_it_never_holds_all_logits():
+    rows, vocab_size = 4096, 4096
+    x, weight, targets = inputs(rows, vocab_size, dtype=torch.float32)
+    most = peak_memory(lambda: linear_cross_entropy(x, weight, targets).backward(), "cpu")
+    assert most < 0.6 * rows * vocab_size * 4
+
+
+@pytest.mark.parametrize("rows, vocab_size", [(1, 7), (1000, 4096), (4096, 4096), (8192, 50280), (8193, 50280)])
+def test_chunks_are_even_and_within_their_bound(rows, vocab_size):
+    size = chunk_rows(rows, vocab_size, 64, torch.device("cpu"))
+    assert 1 <= size <= max(64, 2**20 // vocab_size)
+    count = -(-rows // size)
+    assert rows > (count - 1) * size and size * count - rows < count  # no chunk is small
