@@ -1,5 +1,6 @@
 """How much memory something takes at most, measured."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ def peak_memory(action: Callable[[], Any], device: torch.device | str) -> int:
         before = torch.cuda.memory_allocated()
         action()
         return torch.cuda.max_memory_allocated() - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would say on the terminal that it begins and ends
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         action()
     taken = most = 0

@@ -151,9 +151,9 @@ def measure(contenders: dict[str, Contender], rounds: int) -> dict[str, list[flo
     names = list(contenders)
     for name in names:
         started = time.perf_counter()
-        for _ in range(4):  # compiled, and the caches warm
+        for _ in range(2):  # compiled, and the caches warm
             contenders[name].step()
-        say(f"{name}: the first four updates took {time.perf_counter() - started:.1f} s")
+        say(f"{name}: the first two updates took {time.perf_counter() - started:.1f} s")
     found: dict[str, list[float]] = {name: [] for name in names}
     for i in range(rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
@@ -171,7 +171,7 @@ def table(contenders: dict[str, Contender], rounds: int, rates: dict[bool, float
         times = found[name]
         update = statistics.median(times)
         faster = statistics.median(b / t for b, t in zip(first, times, strict=True))
-        parts = split(contender, max(3, rounds // 2))
+        parts = split(contender, max(1, rounds // 2))
         cells = [f"{contender.tokens / update:,.0f}", f"{faster:.2f}", f"{update * 1e3:.1f}"]
         cells += [f"{parts[part] * 1e3:.1f}" for part in PARTS]
         cells.append(f"{peak_memory(contender.step, contender.device) / 2**20:,.0f}")

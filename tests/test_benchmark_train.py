@@ -29,7 +29,7 @@ def test_it_compares_configurations_with_a_plain_loop():
     for speed, ratio, update, *parts, memory, _ in list(found.values())[2:]:
         assert float(speed.replace(",", "")) == pytest.approx(128e3 / float(update), rel=0.2)
         assert 0.01 < float(ratio) < 100 and float(memory) >= 0
-        assert 0 < sum(map(float, parts)) and all(float(part) >= 0 for part in parts)
+        assert sum(map(float, parts)) > 0 and all(float(part) >= 0 for part in parts)
 
 
 @pytest.mark.slow
