@@ -39,7 +39,7 @@ from muown_train.trainer import Schedule, Settings, Trainer
 
 # of the configuration, dotted; and of what the data turned out to be
 _WHAT_MAY_NOT_CHANGE = ("model", "data", "seq_len", "batch_tokens", "seed", "optim._target_", "optim.rest._target_")
-_MAY_CHANGE = ("data.retries",)
+_MAY_CHANGE = ("data.retries", "model.checkpointed")
 _DATA_MAY_NOT_CHANGE = ("content", "tokenizer_hash", "revision", "held_out_content")
 
 
@@ -181,6 +181,7 @@ def build(config: DictConfig, name: str, world: World) -> Run:
         stop_if_unsaved=top.on_save_error == "stop",
         grad_clip=top.grad_clip,
         autocast=autocast,
+        reduce_in_bfloat16=top.reduce_dtype == "bfloat16",
         flops_per_token=model.flops_per_token(),
         peak_flops=hardware.peak_flops(world.device),
     )

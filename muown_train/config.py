@@ -36,6 +36,7 @@ _NOT_IN_NAME = (
     "check_every",
     "sample_tokens",
     "shard_optimizer",
+    "model.checkpointed",
     "workers",
     "trust",
     "hydra",
@@ -70,7 +71,7 @@ def run_name(choices: Mapping[str, Any], overrides: list[str], seed: int) -> str
     settings = {}
     for override in OverridesParser.create().parse_overrides(overrides):
         key = override.key_or_group
-        if key not in ("model", "optim", "seed") and key.split(".")[0].split("/")[0] not in _NOT_IN_NAME:
+        if key not in ("model", "optim", "seed", *_NOT_IN_NAME) and re.split("[./]", key)[0] not in _NOT_IN_NAME:
             value = override.value()
             settings[key] = f"{value:g}" if isinstance(value, float) else override.get_value_element_as_str()
     parts = [choices["model"], choices["optim"], *(f"{k}={v}" for k, v in sorted(settings.items())), f"seed={seed}"]

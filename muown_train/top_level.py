@@ -22,6 +22,7 @@ class TopLevel:
     micro_batch: int
     workers: int | None
     precision: str
+    reduce_dtype: str | None
     compile: bool
     shard_optimizer: bool
     grad_clip: float | None
@@ -71,6 +72,8 @@ class TopLevel:
         for key, words in (("on_save_error", ("stop", "continue")), ("on_bad_updates", ("rollback", "stop"))):
             if getattr(self, key) not in words:
                 raise ValueError(f"{key}={getattr(self, key)!r} must be {' or '.join(words)}")
+        if self.reduce_dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f"reduce_dtype={self.reduce_dtype!r} must be bfloat16, or float32 or null")
         if not isinstance(self.trust, list) or not all(isinstance(name, str) for name in self.trust):
             raise ValueError(f"trust={self.trust!r} must be a list of dotted names, such as [my_package.MyOptimizer]")
 

@@ -49,6 +49,7 @@ class Settings:
     stop_if_unsaved: bool = True  # a checkpoint that cannot be written ends the run; or it goes on without
     grad_clip: float | None = 1.0
     autocast: bool = False  # bfloat16 in the forward pass, float32 weights
+    reduce_in_bfloat16: bool = False  # gradients over ranks
     flops_per_token: float | None = None
     peak_flops: float | None = None  # of one device, per second
 
@@ -97,7 +98,7 @@ class Trainer:
         self.sinks: Sequence[Sink] = ()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.base_lrs = [group["lr"] for group in optimizer.param_groups]
-        self.replica = model if world.size == 1 else replicated(model, world.device)
+        self.replica = model if world.size == 1 else replicated(model, world.device, settings.reduce_in_bfloat16)
         self.step = self.tokens = 0
         self.rolled_back = False  # since the last boundary
         self.unwritten: str | None = None  # why metrics.jsonl lacks lines
@@ -410,8 +411,7 @@ class Trainer:
 
     def state_dict(self) -> State:
         """The loop's own counters."""
-        rollbacks = self.guard.rollbacks
-        return {"step": self.step, "tokens": self.tokens, "seconds": self.seconds, "rollbacks": rollbacks}
+        return {"step": self.step, "tokens": self.tokens, "seconds": self.seconds, "rollbacks": self.guard.rollbacks}
 
     def load_state_dict(self, state: State) -> None:
         """The inverse of state_dict."""

@@ -75,6 +75,8 @@ def test_a_run_leaves_everything_in_one_folder_and_says_so(corpus, tmp_path, mon
         (["tokens_per_parameter=20"], ["tokens=", "set one of them"]),
         (["precision=float8"], ["precision='float8'", "bfloat16"]),
         (["compile=2"], ["compile=2"]),
+        (["reduce_dtype=float16"], ["reduce_dtype='float16'", "bfloat16, or float32 or null"]),
+        (["model.checkpointed=3"], ["model.checkpointed=3", "0 to 2"]),
         (["name=../../x"], ["name='../../x'"]),
         (["model.heads=5"], ["model.heads=5"]),
         (["model.vocab_size=100"], ["4096", "model.vocab_size", "100"]),
@@ -232,6 +234,8 @@ def choices(*overrides: str) -> str:
 def test_names_of_runs():
     assert choices() == "tiny-muown-seed=0"
     assert choices("model=tiny", "seed=0", "out=elsewhere", "tracking=wandb", "tracking.mode=offline") == choices()
+    assert choices("model.checkpointed=2", "+model.checkpointed=2") == choices()  # changes no number
+    assert choices("reduce_dtype=bfloat16") == "tiny-muown-reduce_dtype=bfloat16-seed=0"
     assert choices("optim.lr=1e-2") == choices("optim.lr=0.01") == "tiny-muown-optim.lr=0.01-seed=0"
     assert choices("schedule=cosine", "data=files") == "tiny-muown-data=files-schedule=cosine-seed=0"
     assert choices("data.train='a/*.txt'") != choices("data.train='a_*.txt'")

@@ -10,6 +10,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from muown_train.models.attention import causal_attention
 from muown_train.models.cross_entropy import linear_cross_entropy
@@ -100,9 +101,11 @@ class GPT(LanguageModel):
         seq_len: longest input T.
         mlp_hidden: inner size of the MLP, `mlp_hidden_size(dim)` if None.
         rope_base, norm_eps: see the module.
+        checkpointed: so many blocks, the first ones, keep only their input for the backward pass, which computes them
+            again: less memory for more work, with the same results.
 
     Raises:
-        ValueError: a size below 1, or a width that the heads do not divide.
+        ValueError: a size below 1, a width that the heads do not divide, or more blocks checkpointed than there are.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class GPT(LanguageModel):
         mlp_hidden: int | None = None,
         rope_base: float = 500_000.0,
         norm_eps: float = 1e-6,
+        checkpointed: int = 0,
     ) -> None:
         super().__init__()
         hidden = mlp_hidden_size(dim) if mlp_hidden is None else mlp_hidden
@@ -124,6 +128,9 @@ class GPT(LanguageModel):
                 raise ValueError(f"model.{name}={size!r} must be a positive integer")
         if dim % heads or (dim // heads) % 2:
             raise ValueError(f"model.dim={dim} does not split into model.heads={heads} heads of even size")
+        if isinstance(checkpointed, bool) or not isinstance(checkpointed, int) or not 0 <= checkpointed <= layers:
+            raise ValueError(f"model.checkpointed={checkpointed!r} must be a whole number of blocks, 0 to {layers}")
+        self.checkpointed = checkpointed
         self.vocab_size, self.layers, self.dim, self.seq_len = vocab_size, layers, dim, seq_len
         self.embedding = nn.Embedding(vocab_size, dim)
         self.blocks = nn.ModuleList(Block(dim, heads, hidden, norm_eps) for _ in range(layers))
@@ -151,8 +158,12 @@ class GPT(LanguageModel):
         assert self.seq_len >= T, f"input of {T} tokens, model.seq_len is {self.seq_len}"
         x = self.embedding(inputs)  # (B, T, D)
         cos, sin = self.cos[:T], self.sin[:T]
-        for block in self.blocks:
-            x = block(x, cos, sin)
+        checkpointed = self.checkpointed if torch.is_grad_enabled() else 0
+        for i, block in enumerate(self.blocks):
+            if i < checkpointed:  # nothing is random: no generator's state to preserve
+                x = checkpoint(block, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, cos, sin)
         x = self.norm(x)
         if targets is None:
             return F.linear(x, self.embedding.weight)
