@@ -56,7 +56,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _forward(x: Tensor, weight: Tensor, targets: Tensor, grad_x: Tensor | None, grad_weight: Tensor | None) -> Tensor:
     """The summed loss; where wanted grad_x (N, D) is written and grad_weight (V, D) added to."""
     weight = weight.to(x.dtype)
-    rows = chunk_rows(x.shape[0], *weight.shape, x.device)
+    vocab_size, dim = weight.shape
+    rows = chunk_rows(x.shape[0], vocab_size, dim, x.device)
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     for start in range(0, x.shape[0], rows):
         part, wanted = x[start : start + rows], targets[start : start + rows, None]
