@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .eager import EagerOptimizer, Group, State
+from .gate import unless
 from .orthogonalize import dtype_name, newton_schulz, svd
 from .polar_express import polar_express
 
@@ -51,9 +52,9 @@ class MatrixOptimizer(EagerOptimizer):
     parameter (`blocks=(768, 768, 768)` for q, k and v in one), or None. A fused parameter moves exactly as
     its blocks would move as parameters of their own.
 
-    All state exists from construction on. `state[p]["step"]` is the number of updates (float32, on the CPU);
-    all other state has the shape of the parameter (m, n) or of its rows (m,), so that row blocks of it are
-    views.
+    All state exists from construction on. `state[p]["step"]` is the number of updates (float32, on the CPU, or where
+    `found_inf` was since the first step that heeded it); all other state has the shape of the parameter (m, n) or of
+    its rows (m,), so that row blocks of it are views.
     """
 
     optional_state = frozenset({"step"})  # which torch.optim.Muon does not keep
@@ -69,12 +70,12 @@ class MatrixOptimizer(EagerOptimizer):
     def prepare(self, W: Tensor, G: Tensor, state: State, group: Group) -> tuple[Tensor, ...]:
         """Bring the momentum up to date; X to be orthogonalised, which is only read, and whatever `apply` needs.
 
-        W (m, n) and `state` are views into the parameter and its state, to be written to; G (m, n) is not.
+        `state` are views into the state of the parameter, to be written to; W and G (m, n) are not.
         """
         raise NotImplementedError
 
     def apply(self, W: Tensor, O: Tensor, kept: Kept, state: State, group: Group, lr: Number, step: Number) -> None:  # noqa: E741
-        """Move one matrix and its state, in place.
+        """Move one matrix and the vectors of its state, in place.
 
         O (m, n) has the dtype of X, `kept` is the rest of what `prepare` returned, lr the group's, and step the number
         of this update, from 1. Everything else in `group` is a constant to compiled code.
@@ -89,18 +90,42 @@ class MatrixOptimizer(EagerOptimizer):
         """`scale` of each block of each parameter of the group, in order."""
         return [self.scale(group, m, p.shape[1]) for p in group["params"] for m in _block_rows(p, group)]
 
-    def update_groups(self, moved: list[list[Tensor]]) -> None:
-        """Update all groups together, since matrices of one shape are orthogonalised at once."""
-        for batch in _batches(self._blocks(moved)):
-            self._update_batch(batch)
+    @property
+    def heeds_flag(self) -> bool:
+        """Exact SVD waits for the device anyhow and refuses what is no number, and so may a user's function."""
+        return all(group["orthogonalizer"] in ("newton_schulz", "polar_express") for group in self.param_groups)
 
-    def _update_batch(self, batch: list[_Block]) -> None:
+    def have_begun(self, moved: list[list[Tensor]]) -> bool:
+        steps = (self.state[p]["step"] for params in moved for p in params)
+        return all(not step.is_cpu or bool(step > 0) for step in steps)
+
+    def update_groups(self, moved: list[list[Tensor]], skip: Tensor | None) -> None:
+        """Update all groups together, since matrices of one shape are orthogonalised at once."""
+        for batch in _batches(self._blocks(moved, skip)):
+            self._update_batch(batch, skip)
+
+    def _update_batch(self, batch: list[_Block], skip: Tensor | None) -> None:
         """Update what is orthogonalised as one stack; its temporary memory is free before the next."""
-        prepare, apply, number = self._functions(batch[0].W)
-        prepared = [prepare(*block) for block in batch]
+        device = batch[0].W.device
+        prepare, apply, number = self._functions(batch[0].W, skip)
+        skip = skip if skip is None else skip.to(device)
+        prepared = [prepare(skip, *block) for block in batch]
         outputs = orthogonalize([X for X, *_ in prepared], batch[0].group)
         for (W, _, state, group), (_, *kept), O in zip(batch, prepared, outputs, strict=True):  # noqa: E741
-            apply(W, O, kept, state, group, number(group["lr"]), number(state["step"]))
+            # a number that depends on flags stays on the device
+            step = number(state["step"]) if skip is None else state["step"].to(device, torch.float64)
+            apply(skip, W, O, kept, state, group, number(group["lr"]), step)
+
+    def _prepare_unless(
+        self, skip: Tensor | None, W: Tensor, G: Tensor, state: State, group: Group
+    ) -> tuple[Tensor, ...]:
+        """`prepare`, without effect if skip."""
+        return unless(skip, lambda: self.prepare(W, G, state, group), [s for s in state.values() if s.ndim])
+
+    def _apply_unless(self, skip: Tensor | None, W: Tensor, O: Tensor, kept: Kept, state: State, *rest: Any) -> None:  # noqa: E741
+        """`apply`, without effect if skip."""
+        written = [W, *(s for s in state.values() if s.ndim == 1)]
+        return unless(skip, lambda: self.apply(W, O, kept, state, *rest), written)
 
     def compile(self, **options: Any) -> None:
         """Fuse what is elementwise with torch.compile from now on; products of matrices stay as they are.
@@ -116,25 +141,28 @@ class MatrixOptimizer(EagerOptimizer):
         self._compile_options = options
         self._compiled: dict[Any, Functions] = {}
 
-    def _functions(self, W: Tensor) -> Functions:
+    def _functions(self, W: Tensor, skip: Tensor | None) -> Functions:
         if self._compile_options is None:
-            return self.prepare, self.apply, float
-        key = W.shape, W.dtype, W.device
+            return self._prepare_unless, self._apply_unless, float
+        key = W.shape, W.dtype, W.device, skip is None
         if key not in self._compiled:
             options = {"dynamic": False, **self._compile_options}
-            prepare, apply = (torch.compile(_copy(f), **options) for f in (self.prepare, self.apply))
+            prepare, apply = (torch.compile(_copy(f), **options) for f in (self._prepare_unless, self._apply_unless))
             self._compiled[key] = prepare, apply, _as_tensor
         return self._compiled[key]
 
-    def _blocks(self, moved: list[list[Tensor]]) -> list[_Block]:
-        """The blocks of the parameters, whose steps it counts up."""
+    def _blocks(self, moved: list[list[Tensor]], skip: Tensor | None) -> list[_Block]:
+        """The blocks of the parameters, whose steps it counts up unless skip."""
         blocks = []
         for params, group in zip(moved, self.param_groups, strict=True):
             for p in params:
                 assert p.grad is not None
                 state = self.state[p]
-                state["step"] += 1
-                first, start = bool(state["step"] == 1), 0
+                if skip is None:
+                    state["step"] += 1
+                else:
+                    state["step"] = state["step"].to(skip.device, non_blocking=True).add_(~skip)
+                first, start = skip is None and bool(state["step"] == 1), 0
                 for m in _block_rows(p, group):
                     rows = {k: s if s.ndim == 0 else s.narrow(0, start, m) for k, s in state.items()}
                     blocks.append(_Block(p.narrow(0, start, m), p.grad.narrow(0, start, m), rows, group))

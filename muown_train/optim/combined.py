@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .base import MatrixOptimizer
+from .gate import heeds_flag, step_unless
 
 
 class Combined(torch.optim.Optimizer):
@@ -22,6 +23,8 @@ class Combined(torch.optim.Optimizer):
     Raises:
         ValueError: without parts, and for a parameter that two groups own.
     """
+
+    found_inf: Tensor | None = None
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         if not optimizers:
@@ -59,14 +62,26 @@ class Combined(torch.optim.Optimizer):
         super().__setstate__(state)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step each part in order; a closure is evaluated once, before them, and its loss returned."""
+        """Step each part in order; a closure is evaluated once, before them, and its loss returned.
+
+        A flag in `found_inf` goes to each part, see `gate.step_unless`.
+        """
+        flag = self.found_inf
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for optimizer in self.optimizers:
-            optimizer.step()
+            if flag is None:
+                optimizer.step()
+            else:
+                step_unless(flag, optimizer)
         return loss
+
+    @property
+    def heeds_flag(self) -> bool:
+        """Whether all parts leave an update out on the device."""
+        return all(map(heeds_flag, self.optimizers))
 
     def compile(self, **options: Any) -> None:
         """Compile the parts that can be, see `MatrixOptimizer.compile`."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .gate import portions, unless
 
 Group = dict[str, Any]
 State = dict[str, Tensor]
@@ -19,8 +22,12 @@ class EagerOptimizer(torch.optim.Optimizer):
 
     A subclass says which state a parameter has (`init_state`), what can be (`check_group`, `check_parameter`), and how
     the parameters of a group move (`update_group`), or of all groups together (`update_groups`).
+
+    `found_inf`, where it is set, is a float32 tensor of one: a step for which it is 1 leaves everything as it is. An
+    optimizer that `heeds_flag` does so on the device; the others wait for it.
     """
 
+    found_inf: Tensor | None = None
     optional_state: frozenset[str] = frozenset()  # what a saved state may lack
 
     def new_state(self, W: Tensor, group: Group) -> State:
@@ -40,13 +47,27 @@ class EagerOptimizer(torch.optim.Optimizer):
         if not W.is_floating_point():
             raise ValueError(f"{name}: {type(self).__name__} takes real floating-point parameters, got {W.dtype}")
 
-    def update_groups(self, moved: list[list[Tensor]]) -> None:
-        """Move parameters, those of each group that have a gradient, and their state, in place."""
-        for params, group in zip(moved, self.param_groups, strict=True):
-            if params:
-                self.update_group(
-                    params, [p.grad for p in params if p.grad is not None], [self.state[p] for p in params], group
-                )
+    @property
+    def heeds_flag(self) -> bool:
+        """Whether `update_groups` takes a flag."""
+        return False
+
+    def have_begun(self, moved: list[list[Tensor]]) -> bool:
+        """Whether none of these parameters needs the host for what is done before its first update."""
+        return True
+
+    def update_groups(self, moved: list[list[Tensor]], skip: Tensor | None) -> None:
+        """Move parameters, those of each group that have a gradient, and their state, in place.
+
+        Args:
+            skip: (), boolean, on the device: nothing is to have moved if it is true. None where that is known.
+        """
+        for all_params, group in zip(moved, self.param_groups, strict=True):
+            for params in [all_params] if skip is None and all_params else portions(all_params):
+                grads = [p.grad for p in params if p.grad is not None]
+                states = [self.state[p] for p in params]
+                written = chain(params, *(state.values() for state in states))
+                unless(skip, partial(self.update_group, params, grads, states, group), written)
 
     def update_group(self, params: list[Tensor], grads: list[Tensor], states: list[State], group: Group) -> None:
         """Move the parameters of one group that have a gradient, and their state, in place."""
@@ -65,6 +86,7 @@ class EagerOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: for a sparse gradient; nothing has been updated then.
         """
+        flag = self.found_inf
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -76,7 +98,12 @@ class EagerOptimizer(torch.optim.Optimizer):
                     name = parameter_name(group, i, j)
                     raise ValueError(f"{name}: its gradient must be dense, got {p.grad.layout}")
             moved.append([p for p in group["params"] if p.grad is not None])
-        self.update_groups(moved)
+        skip = None if flag is None else flag.reshape(()) != 0
+        if skip is not None and not (self.heeds_flag and self.have_begun(moved)):
+            if skip:  # the host waits
+                return loss
+            skip = None
+        self.update_groups(moved, skip)
         return loss
 
     def add_param_group(self, param_group: Group) -> None:

@@ -50,6 +50,10 @@ class Lion(EagerOptimizer):
     def init_state(self, W: Tensor, group: Group) -> State:
         return {"exp_avg": torch.zeros_like(W)}
 
+    @property
+    def heeds_flag(self) -> bool:
+        return True
+
     def update_group(self, params: list[Tensor], grads: list[Tensor], states: list[State], group: Group) -> None:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         M = [state["exp_avg"] for state in states]

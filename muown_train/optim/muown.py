@@ -228,7 +228,7 @@ def start_from(W: Tensor, state: State) -> None:
 
 def _scheduled(start: Tensor, step: Number, target: float, steps: int, power: float) -> Tensor:
     """start + (target - start) min(1, (step - 1) / (steps - 1))^power, (m,); step counts from 1."""
-    progress = torch.as_tensor((step - 1) / max(1, steps - 1)).clamp(max=1)
+    progress = torch.as_tensor((step - 1) / max(1, steps - 1), dtype=torch.float64).clamp(max=1)
     return start + (target - start) * progress**power
 
 
