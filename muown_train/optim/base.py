@@ -161,7 +161,7 @@ class MatrixOptimizer(EagerOptimizer):
                 if skip is None:
                     state["step"] += 1
                 else:
-                    state["step"] = state["step"].to(skip.device, non_blocking=True).add_(~skip)
+                    state["step"] = state["step"].to(skip.device, non_blocking=True).add_(skip.logical_not())
                 first, start = skip is None and bool(state["step"] == 1), 0
                 for m in _block_rows(p, group):
                     rows = {k: s if s.ndim == 0 else s.narrow(0, start, m) for k, s in state.items()}
