@@ -24,7 +24,9 @@ from muown_train.data.loader import Batch, Loader
 from muown_train.distributed import World, replicated
 from muown_train.evaluation import evaluate
 from muown_train.guard import Guard, Rows
+from muown_train.optim.gate import step_unless
 from muown_train.parity import differing
+from muown_train.pending import Update, first_fault, gradient_norms
 from muown_train.random_state import RandomState
 from muown_train.records import Line, Metrics, Sink
 from muown_train.status import Outcome
@@ -52,18 +54,6 @@ class Settings:
     reduce_in_bfloat16: bool = False  # gradients over ranks
     flops_per_token: float | None = None
     peak_flops: float | None = None  # of one device, per second
-
-
-@dataclass
-class Update:
-    """One update whose numbers may still be on the device."""
-
-    line: Line
-    loss: Tensor  # () float64, summed over this rank's targets / global count of targets
-    grad_norm: Tensor  # () float32, the same on every rank
-    hash: int  # of this rank's rows; int64, adds up over ranks
-    rows: Rows  # of all ranks
-    waited: float  # seconds for data
 
 
 class Trainer:
@@ -148,6 +138,7 @@ class Trainer:
         Returns:
             How the run ended, if it did.
         """
+        self.stop_if_data_failed()
         rows = [update.rows for update in self.pending]
         lines = self.collect()
         too_bad, diverged = self.guard.bad_updates(lines, rows), self.guard.diverged(lines)
@@ -263,48 +254,49 @@ class Trainer:
             group["lr"] = base_lr * multiplier
         line: Line = {"step": self.step + 1, "tokens": self.tokens + targets}
         line["train/lr"] = self.base_lrs[0] * multiplier
-        # on a GPU this waits for the backward pass; gradients are reduced, so that every rank decides alike
-        if torch.isfinite(grad_norm):
-            self.optimizer.step()
-        else:
-            self.stop_if_data_failed(fault, place)
-            line["train/skipped"] = True
+        # gradients are reduced, so that every rank decides alike
+        step_unless((~torch.isfinite(grad_norm)).float(), self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         self.step, self.tokens = line["step"], line["tokens"]
         self.world.reached(self.step)
         # the batch ends here; rows that are skipped may lie before it
         span = (self.loader.place - targets // self.settings.seq_len, self.loader.place)
-        return Update(line, loss, grad_norm, batch.hash, span, waited)
+        return Update(line, loss, grad_norm, batch.hash, span, place, fault, waited)
 
     def next_batch(self) -> tuple[Batch, str | None]:
-        """The next batch of this rank, or one of no meaning and what keeps the data from coming."""
-        try:
-            return next(self.loader), None
-        except (OSError, ValueError) as error:
-            rows = self.settings.batch_tokens // self.settings.seq_len // self.world.size
-            return Batch(torch.zeros(rows, self.settings.seq_len + 1, dtype=torch.int64), 0), str(error)
+        """The next batch of this rank, or one of no meaning and what keeps the data from coming.
 
-    def stop_if_data_failed(self, fault: str | None, place: State) -> None:
-        """Save what has been trained if the data failed on any rank; a collective call.
+        There are no data any more after such a batch until all ranks have learned of it.
+        """
+        fault = self.pending[-1].fault if self.pending else None
+        if not fault:
+            try:
+                return next(self.loader), None
+            except (OSError, ValueError) as error:
+                fault = str(error) or type(error).__name__
+                self.stop.request(fault)  # at the next boundary all ranks see why
+        rows = self.settings.batch_tokens // self.settings.seq_len // self.world.size
+        return Batch(torch.zeros(rows, self.settings.seq_len + 1, dtype=torch.int64), 0), fault
 
-        Args:
-            fault: what failed here.
-            place: of the loader, before the update that cannot be made.
+    def stop_if_data_failed(self) -> None:
+        """Save what was trained before the data failed on any rank, if they did; a collective call.
 
         Raises:
             OSError: on every rank, with the reason and how to go on.
         """
-        faults = [fault for fault in self.world.gather(fault) if fault]
-        if not faults:
+        found = first_fault(self.pending, self.world)
+        if found is None:
             return
-        self.optimizer.zero_grad(set_to_none=True)
-        self.loader.load_state_dict(place)
+        first, fault = found
+        undone, self.pending = self.pending[first], self.pending[:first]
+        self.step, self.tokens = undone.line["step"] - 1, undone.line["tokens"] - self.settings.batch_tokens
+        self.loader.load_state_dict(undone.place)
         if self.pending:
             self.record(self.collect())
         if self.step:
             self.save(wait=True)
         saved = f"after update {self.step}, which is saved" if self.step else "before the first update"
-        raise OSError(f"{faults[0]}; stopped {saved}: the same command goes on")
+        raise OSError(f"{fault}; stopped {saved}: the same command goes on")
 
     def gradients_reduced(self, now: bool) -> AbstractContextManager[None]:
         """Gradients are reduced over ranks with this backward pass, or only added up here."""
@@ -330,7 +322,7 @@ class Trainer:
         losses = torch.zeros(self.world.size, len(self.pending), dtype=torch.float64)
         losses[self.world.rank] = torch.stack([update.loss for update in self.pending])
         losses = self.world.sum(losses)  # of each rank
-        norms = torch.stack([update.grad_norm for update in self.pending]).tolist()
+        norms = gradient_norms(self.pending)
         hashes = self.world.sum(torch.tensor([update.hash for update in self.pending])).tolist()
         seconds = time.perf_counter() - self.resumed_at
         lines = []
@@ -339,7 +331,8 @@ class Trainer:
             line["time"] = self.seconds + seconds * (i + 1) / len(self.pending)
             line["train/loss"], line["train/grad_norm"] = losses[:, i].sum().item(), norms[i]
             line["data/hash"] = f"{hashes[i] % 2**64:016x}"
-            if line.get("train/skipped"):
+            if not math.isfinite(norms[i]):
+                line["train/skipped"] = True
                 self.tell_of_skipped(line, losses[:, i], update.rows)
             lines.append(line)
         if skipped := sum("train/skipped" in line for line in lines):
