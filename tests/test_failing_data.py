@@ -46,6 +46,29 @@ def test_what_was_trained_is_saved(corpus, tmp_path):
     assert hashes[0] == hashes[1]
 
 
+@pytest.mark.parametrize("log_every", [7, 10])
+def test_updates_after_the_failure_are_taken_back(corpus, tmp_path, log_every):
+    """As on several ranks, where the others do not know of it at once."""
+    intervals = [f"{key}={log_every}" for key in ("eval_every", "save_every", "log_every")]
+    trained(corpus, tmp_path / "whole", *intervals)
+    run = built(corpus, tmp_path, *intervals)
+    run.resume()
+    run.trainer.stop.agreed = lambda: None
+    taken = []
+    rows = run.trainer.loader._rows = Failing(run.trainer.loader._rows, 7 * 8)
+    run.trainer.loader._prefetch = 0
+    rows.take = lambda indices: taken.append(min(indices)) or Failing.take(rows, indices)
+    with pytest.raises(OSError, match=MESSAGE):
+        run.trainer.fit()
+    assert taken == [8 * k for k in range(8)]  # not asked again
+    assert (run.trainer.step, run.trainer.tokens, run.trainer.loader.place) == (7, 7 * 256, 7 * 8)
+    run.close()
+    trained(corpus, tmp_path, *intervals)
+    folder, whole = (tmp_path / "run", tmp_path / "whole" / "run")
+    assert losses(folder) == losses(whole)
+    assert [line.get("data/hash") for line in metrics(folder)] == [line.get("data/hash") for line in metrics(whole)]
+
+
 def test_before_the_first_update_there_is_nothing_to_save(corpus, tmp_path):
     run = built(corpus, tmp_path)
     run.resume()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence, Set
+from functools import partial
 from numbers import Real
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, cast
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .eager import EagerOptimizer, Group, State
-from .gate import unless
+from .gate import unless, unless_many
 from .orthogonalize import dtype_name, newton_schulz, svd
 from .polar_express import polar_express
 
@@ -70,7 +71,7 @@ class MatrixOptimizer(EagerOptimizer):
     def prepare(self, W: Tensor, G: Tensor, state: State, group: Group) -> tuple[Tensor, ...]:
         """Bring the momentum up to date; X to be orthogonalised, which is only read, and whatever `apply` needs.
 
-        `state` are views into the state of the parameter, to be written to; W and G (m, n) are not.
+        `state` are views into that of the parameter, to be written to; W and G (m, n) are only read.
         """
         raise NotImplementedError
 
@@ -102,30 +103,32 @@ class MatrixOptimizer(EagerOptimizer):
     def update_groups(self, moved: list[list[Tensor]], skip: Tensor | None) -> None:
         """Update all groups together, since matrices of one shape are orthogonalised at once."""
         for batch in _batches(self._blocks(moved, skip)):
-            self._update_batch(batch, skip)
+            here = None if skip is None else skip.to(batch[0].W.device)
+            vectors = [s for block in batch for s in block.state.values() if s.ndim == 1]
+            unless_many(here, partial(self._update_batch, batch, here), vectors)
 
     def _update_batch(self, batch: list[_Block], skip: Tensor | None) -> None:
-        """Update what is orthogonalised as one stack; its temporary memory is free before the next."""
-        device = batch[0].W.device
+        """Update what is orthogonalised as one stack, vectors of state whatever skip is.
+
+        Its temporary memory is free before the next.
+        """
         prepare, apply, number = self._functions(batch[0].W, skip)
-        skip = skip if skip is None else skip.to(device)
         prepared = [prepare(skip, *block) for block in batch]
         outputs = orthogonalize([X for X, *_ in prepared], batch[0].group)
         for (W, _, state, group), (_, *kept), O in zip(batch, prepared, outputs, strict=True):  # noqa: E741
             # a number that depends on flags stays on the device
-            step = number(state["step"]) if skip is None else state["step"].to(device, torch.float64)
+            step = number(state["step"]) if skip is None else state["step"].to(skip.device, torch.float64)
             apply(skip, W, O, kept, state, group, number(group["lr"]), step)
 
     def _prepare_unless(
         self, skip: Tensor | None, W: Tensor, G: Tensor, state: State, group: Group
     ) -> tuple[Tensor, ...]:
-        """`prepare`, without effect if skip."""
-        return unless(skip, lambda: self.prepare(W, G, state, group), [s for s in state.values() if s.ndim])
+        """`prepare`, without effect on matrices if skip."""
+        return unless(skip, lambda: self.prepare(W, G, state, group), [s for s in state.values() if s.ndim == 2])
 
-    def _apply_unless(self, skip: Tensor | None, W: Tensor, O: Tensor, kept: Kept, state: State, *rest: Any) -> None:  # noqa: E741
-        """`apply`, without effect if skip."""
-        written = [W, *(s for s in state.values() if s.ndim == 1)]
-        return unless(skip, lambda: self.apply(W, O, kept, state, *rest), written)
+    def _apply_unless(self, skip: Tensor | None, W: Tensor, *rest: Any) -> None:
+        """`apply`, without effect on W if skip."""
+        return unless(skip, lambda: self.apply(W, *rest), [W])
 
     def compile(self, **options: Any) -> None:
         """Fuse what is elementwise with torch.compile from now on; products of matrices stay as they are.
@@ -154,15 +157,16 @@ class MatrixOptimizer(EagerOptimizer):
     def _blocks(self, moved: list[list[Tensor]], skip: Tensor | None) -> list[_Block]:
         """The blocks of the parameters, whose steps it counts up unless skip."""
         blocks = []
+        counts = None if skip is None else skip.logical_not()
         for params, group in zip(moved, self.param_groups, strict=True):
             for p in params:
                 assert p.grad is not None
                 state = self.state[p]
-                if skip is None:
+                if counts is None:
                     state["step"] += 1
                 else:
-                    state["step"] = state["step"].to(skip.device, non_blocking=True).add_(skip.logical_not())
-                first, start = skip is None and bool(state["step"] == 1), 0
+                    state["step"] = state["step"].to(counts.device, non_blocking=True).add_(counts)
+                first, start = counts is None and bool(state["step"] == 1), 0
                 for m in _block_rows(p, group):
                     rows = {k: s if s.ndim == 0 else s.narrow(0, start, m) for k, s in state.items()}
                     blocks.append(_Block(p.narrow(0, start, m), p.grad.narrow(0, start, m), rows, group))
