@@ -1,22 +1,61 @@
-"""What the machine can do: peak rates for MFU, and the precision that `auto` stands for."""
+"""What machines can do: rates of GPUs, for MFU and for estimates, and the precision that `auto` stands for."""
 
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from muown_train.config import nearest
 from muown_train.optim.orthogonalize import has_fast_bfloat16
 
-# dense bfloat16 FLOP/s of one device, from the makers' data sheets; matched against the device's name in this order
-PEAK_FLOPS = {
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU by its maker's data sheet, rates per second.
+
+    Memory is what nvidia-smi reports as the total, of which the driver and CUDA take their part.
+    """
+
+    part: str  # of the name that torch gives it
+    flops: float  # dense products in bfloat16
+    float32: float  # outside of tensor cores, since torch multiplies float32 in full unless told otherwise
+    bandwidth: float  # bytes of its memory
+    memory: int  # bytes
+    link: float  # bytes each way to the other GPUs of its node
+    node: int  # GPUs that are commonly linked so
+
+
+# Rates with sparsity, which data sheets print first for tensor cores, are halved. A name is looked for in this order,
+# so that a variant comes before what its name contains.
+GPUS = {
+    # NVIDIA GH200 Grace Hopper Superchip data sheet, with 96 GB of HBM3; four are linked in a node of Alps
+    "GH200-96GB": Gpu("GH200", 989e12, 67e12, 4.0e12, 97871 * 2**20, 450e9, 4),
+    # NVIDIA H200 data sheet: NVL (1671 TFLOPS sparse), SXM (1979)
+    "H200-NVL": Gpu("H200 NVL", 835e12, 60e12, 4.8e12, 143771 * 2**20, 450e9, 4),
+    "H200": Gpu("H200", 989e12, 67e12, 4.8e12, 143771 * 2**20, 450e9, 8),
+    # NVIDIA H100 data sheet: PCIe (1513 TFLOPS sparse), NVL (1671), SXM (1979)
+    "H100-PCIe": Gpu("H100 PCIe", 756e12, 51e12, 2.0e12, 81559 * 2**20, 64e9, 8),
+    "H100-NVL": Gpu("H100 NVL", 835e12, 60e12, 3.9e12, 95830 * 2**20, 300e9, 2),
+    "H100-80GB": Gpu("H100", 989e12, 67e12, 3.35e12, 81559 * 2**20, 450e9, 8),
+    # NVIDIA A100 80GB data sheet, SXM
+    "A100-80GB": Gpu("A100", 312e12, 19.5e12, 2.039e12, 81920 * 2**20, 300e9, 8),
+    # NVIDIA L40S data sheet; NVIDIA Ada GPU architecture whitepaper, with float32 accumulation
+    "L40S": Gpu("L40S", 362e12, 91.6e12, 0.864e12, 46068 * 2**20, 32e9, 8),
+    "RTX-4090": Gpu("RTX 4090", 165e12, 82.6e12, 1.008e12, 24564 * 2**20, 32e9, 8),
 }
+
+
+def gpu(name: str) -> Gpu:
+    """The GPU of that name in GPUS, whatever the case of its letters.
+
+    Raises:
+        ValueError: there is none, with the nearest that there is.
+    """
+    for known, found in GPUS.items():
+        if known.lower() == name.lower():
+            return found
+    raise ValueError(f"there is no device {name}{nearest(name, GPUS)}; there are {', '.join(GPUS)}")
 
 
 def device_name(device: torch.device) -> str:
@@ -35,7 +74,7 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    return next((known.flops for known in GPUS.values() if known.part in name), None)
 
 
 def wants_autocast(precision: str, device: torch.device) -> bool:
