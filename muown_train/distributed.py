@@ -75,6 +75,8 @@ class World:
 def replicated(model: nn.Module, device: torch.device, in_bfloat16: bool = False) -> nn.Module:
     """The model under DDP; its buffers are constants and need no synchronisation.
 
+    Gradients are parts of DDP's buckets from here on: to stay so they are to be zeroed, and never set to None.
+
     Args:
         in_bfloat16: gradients are rounded to bfloat16 for the mean over ranks, half the bytes to send. What a rank
             adds up before, over its micro-batches, and what it gets back stay in the gradients' own dtype.
@@ -83,6 +85,8 @@ def replicated(model: nn.Module, device: torch.device, in_bfloat16: bool = False
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"  # since, before 2.13
     devices = [device] if device.type == "cuda" else None
     options: dict[str, Any] = {buffers: False}
+    for p in model.parameters():  # DDP takes them into its buckets; made later they would exist twice
+        p.grad = torch.zeros_like(p)
     replica = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **options)
     if in_bfloat16:
         # by the hook's own name DDP refuses it without NCCL, though gloo has bfloat16

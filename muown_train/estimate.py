@@ -98,7 +98,6 @@ class Memory:
 
     weights: int
     gradients: int
-    buckets: int  # of DistributedDataParallel
     state: int  # of the optimizer
     activations: int  # kept for the backward pass, with the bfloat16 copies of the weights
     head: int  # of the head and the loss at most, and of the backward pass as it begins
@@ -106,7 +105,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        lasting = self.weights + self.gradients + self.buckets + self.state
+        lasting = self.weights + self.gradients + self.state
         return lasting + max(self.activations + self.head, self.step)
 
 
@@ -232,21 +231,17 @@ def micro_batch(sizes: Sizes, how: Pass, gradients: bool = True) -> int:
     return most
 
 
-def memory(sizes: Sizes, how: Pass, ranks: int, accumulation: int, state: int, step: int) -> Memory:
+def memory(sizes: Sizes, how: Pass, state: int, step: int) -> Memory:
     """What a rank needs.
 
     Args:
-        ranks: processes that train together; accumulation: micro-batches of an update.
         state, step: of the optimizer, see `optimizer_memory`.
     """
     gradients = FLOAT * sizes.parameters
-    # DDP's buckets become the gradients only with the last micro-batch: those that are added up before lie elsewhere,
-    # since gradients are dropped after each update
-    buckets = gradients if ranks > 1 and accumulation > 1 else 0
     kept = activations(sizes, how)
     # at the head, or in the backward pass where that needs more, as with checkpointed blocks
     taken = micro_batch(sizes, how) - FLOAT * sizes.parameters - kept
-    return Memory(gradients, gradients, buckets, state, kept, taken, step)
+    return Memory(gradients, gradients, state, kept, taken, step)
 
 
 def largest_micro_batch(sizes: Sizes, how: Pass, rows: int, room: int, **rest: int) -> tuple[int, Memory] | None:
@@ -256,7 +251,7 @@ def largest_micro_batch(sizes: Sizes, how: Pass, rows: int, room: int, **rest: i
         rows: of an update on a rank, which micro-batches divide; room: bytes there are; rest: of `memory`.
     """
     for size in sorted((size for size in range(1, rows + 1) if rows % size == 0), reverse=True):
-        needed = memory(sizes, replace(how, rows=size), accumulation=rows // size, **rest)
+        needed = memory(sizes, replace(how, rows=size), **rest)
         if needed.peak <= room:
             return size, needed
     return None

@@ -256,7 +256,7 @@ class Trainer:
         line["train/lr"] = self.base_lrs[0] * multiplier
         # gradients are reduced, so that every rank decides alike
         step_unless((~torch.isfinite(grad_norm)).float(), self.optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=self.replica is self.model)  # see `replicated`
         self.step, self.tokens = line["step"], line["tokens"]
         self.world.reached(self.step)
         # the batch ends here; rows that are skipped may lie before it

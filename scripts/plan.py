@@ -110,8 +110,7 @@ def of_memory(plan: Plan) -> Iterator[str]:
     """The memory of the rank that needs most, and what would fit."""
     spread = optimizer_memory(plan.optimizer, plan.owners, "cuda", plan.how.width)
     state, step = max(spread, key=sum)
-    rest = {"ranks": plan.ranks, "state": state, "step": step}
-    needed = memory(plan.sizes, plan.how, accumulation=plan.accumulation, **rest)
+    needed = memory(plan.sizes, plan.how, state, step)
     yield f"\nmemory of a {plan.device}, GiB"
     yield from lines_of(needed, plan)
     fits = needed.peak <= plan.room
@@ -119,7 +118,7 @@ def of_memory(plan: Plan) -> Iterator[str]:
         f"{'fits' if fits else 'does not fit'}: {gib(needed.peak)} at most, where tensors have "
         f"{gib(plan.room)} of {gib(plan.gpu.memory)}"
     )
-    found = largest_micro_batch(plan.sizes, plan.how, plan.rows, plan.room, **rest)
+    found = largest_micro_batch(plan.sizes, plan.how, plan.rows, plan.room, state=state, step=step)
     if found is None:
         yield "not even micro_batch=1 fits: more ranks, a checkpointed model or a smaller one would"
     else:
@@ -133,7 +132,6 @@ def lines_of(needed: Memory, plan: Plan) -> Iterator[str]:
     rows = (
         ("weights", needed.weights, "float32"),
         ("gradients", needed.gradients, "float32"),
-        ("buckets of gradients", needed.buckets, "of DistributedDataParallel, while micro-batches are added up"),
         ("optimizer state", needed.state, spread),
         ("activations", needed.activations, f"kept for the backward pass{again}"),
         ("head, loss, backward", needed.head, "besides those at most"),

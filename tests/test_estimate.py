@@ -147,13 +147,11 @@ def test_a_sharded_optimizer_is_spread_as_shard_does():
 
 def test_memory_of_a_rank_and_the_largest_micro_batch():
     sizes, how = estimate.Sizes(50280, 12, 768, 12, 2048), Pass(32, 1024, True)
-    alone = memory(sizes, how, ranks=1, accumulation=16, state=10, step=20)
-    assert alone.weights == alone.gradients == 4 * 123_568_896 and alone.buckets == 0 and alone.state == 10
+    alone = memory(sizes, how, state=10, step=20)
+    assert alone.weights == alone.gradients == 4 * 123_568_896 and alone.state == 10
     assert alone.peak == 10 + 2 * alone.weights + alone.activations + alone.head
-    assert memory(sizes, how, ranks=8, accumulation=2, state=10, step=20).buckets == alone.gradients
-    assert memory(sizes, how, ranks=8, accumulation=1, state=10, step=20).buckets == 0
 
-    rest = {"ranks": 1, "state": 10, "step": 20}
+    rest = {"state": 10, "step": 20}
     assert largest_micro_batch(sizes, how, 512, alone.peak, **rest) == (32, alone)
     assert largest_micro_batch(sizes, how, 512, alone.peak - 1, **rest)[0] == 16
     assert largest_micro_batch(sizes, how, 512, 2**30, **rest) is None

@@ -42,6 +42,29 @@ def test_gradients_are_close_to_those_of_float32_and_the_same_on_all_ranks():
         assert a.dtype == torch.float32 and 0 < (a - b).norm() < 1e-2 * b.norm()
 
 
+def storages(world: World, corpus: Path, out: Path) -> list[set[int]]:
+    """Where gradients lie before, within and after two updates of a run of two micro-batches each."""
+    run = built(corpus, out, world=world)
+    found = []
+
+    def look(*_: object) -> None:
+        found.append({p.grad.untyped_storage().data_ptr() for p in run.model.parameters()})
+
+    run.trainer.replica.register_forward_pre_hook(look)
+    for _ in range(3):
+        run.trainer.train_step()
+        look()
+    run.close()
+    return found
+
+
+def test_gradients_exist_once(corpus, tmp_path):
+    for found in on_ranks(2, storages, corpus, tmp_path):
+        assert len(found) == 3 * 3
+        assert all(len(places) == 1 for places in found)  # a bucket of DDP, also while micro-batches are added up
+        assert len(set(map(frozenset, found))) <= 2  # DDP makes others once it knows in which order gradients come
+
+
 def runs(world: World, corpus: Path, out: Path) -> list[list[Tensor]]:
     """The weights of a run of 8 updates, whole and resumed after 4."""
     weights = []
