@@ -164,19 +164,26 @@ def measure(contenders: dict[str, Contender], rounds: int) -> dict[str, list[flo
 def table(contenders: dict[str, Contender], rounds: int, rates: dict[bool, float]) -> Iterator[str]:
     """The measurement as Markdown."""
     found = measure(contenders, rounds)
-    first = next(iter(found.values()))
-    yield "| | tokens/s | speed-up | update, ms | " + " | ".join(PARTS) + " | peak memory, MiB | of matrix rate |"
-    yield "|---|" + "---:|" * (len(PARTS) + 5)
+    timed = ("tokens/s", "speed-up", "update, ms", *PARTS, "of matrix rate") if rounds else ()
+    columns = ("", *timed, "peak memory, MiB")
+    yield "| " + " | ".join(columns) + " |"
+    yield "|---|" + "---:|" * (len(columns) - 1)
     for name, contender in contenders.items():
-        times = found[name]
-        update = statistics.median(times)
-        faster = statistics.median(b / t for b, t in zip(first, times, strict=True))
-        parts = split(contender, max(1, rounds // 2))
-        cells = [f"{contender.tokens / update:,.0f}", f"{faster:.2f}", f"{update * 1e3:.1f}"]
-        cells += [f"{parts[part] * 1e3:.1f}" for part in PARTS]
+        cells = [name]
+        if rounds:
+            cells += timings(contender, found[name], next(iter(found.values())), rates[contender.autocast])
         cells.append(f"{peak_memory(contender.step, contender.device) / 2**20:,.0f}")
-        cells.append(f"{contender.flops / update / rates[contender.autocast]:.0%}")
-        yield f"| {name} | " + " | ".join(cells) + " |"
+        yield "| " + " | ".join(cells) + " |"
+
+
+def timings(contender: Contender, times: list[float], first: list[float], rate: float) -> list[str]:
+    """The cells of a contender whose updates took `times`, in the rounds in which those of the first took `first`."""
+    update = statistics.median(times)
+    faster = statistics.median(b / t for b, t in zip(first, times, strict=True))
+    parts = split(contender, max(1, len(times) // 2))
+    cells = [f"{contender.tokens / update:,.0f}", f"{faster:.2f}", f"{update * 1e3:.1f}"]
+    cells += [f"{parts[part] * 1e3:.1f}" for part in PARTS]
+    return [*cells, f"{contender.flops / update / rate:.0%}"]
 
 
 def say(sentence: str) -> None:
@@ -190,11 +197,11 @@ def main() -> None:
     parser.add_argument("configs", nargs="*", default=[""], metavar="CONFIG", help="settings in one argument")
     parser.add_argument("--common", default=DEFAULT, help=f"settings of all, before their own; by default {DEFAULT!r}")
     parser.add_argument("--against", nargs="+", choices=("torch", "torch-fast"), default=[], help="plain loops")
-    parser.add_argument("--rounds", type=int, default=11, help="updates of each contender (default 11)")
+    parser.add_argument("--rounds", type=int, default=11, help="updates of each (default 11); 0: only memory")
     parser.add_argument("--threads", type=int, help="by default all cores")
     arguments = parser.parse_args()
-    if arguments.rounds < 1:
-        parser.error(f"--rounds {arguments.rounds} must be 1 or more")
+    if arguments.rounds < 0:
+        parser.error(f"--rounds {arguments.rounds} must be 0 or more")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     with world() as here:
