@@ -29,6 +29,7 @@ from unittest.mock import patch
 
 import torch
 from plain_gpt import PlainGPT, plain_step
+from torch import Tensor
 
 from muown_train.build import Run, build
 from muown_train.config import composed
@@ -41,6 +42,7 @@ from muown_train.models.gpt import GPT
 
 # of the targets: width 256, 6 layers, vocabulary 4096, an update of one micro-batch of 16 x 256 tokens
 DEFAULT = "model.dim=256 model.layers=6 seq_len=256 micro_batch=16 batch_tokens=4096"
+SIZE = 2048  # of the matrices whose product gives the machine's rate
 PARTS = ("data", "forward", "backward", "optimizer", "rest")
 
 
@@ -140,30 +142,40 @@ def split(contender: Contender, updates: int) -> dict[str, float]:
     return {part: statistics.median(found[part]) for part in PARTS}
 
 
-def matrix_rate(dtype: torch.dtype, device: torch.device, size: int = 2048) -> float:
-    """Floating-point operations per second of a product of square matrices, the median of 15."""
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / statistics.median(seconds(lambda: a @ b, device) for _ in range(15))
+def product(dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """A product of square matrices, whose rate is that of the machine's matrix units."""
+    a, b = (torch.randn(SIZE, SIZE, device=device).to(dtype) for _ in range(2))
+    return lambda: a @ b
 
 
-def measure(contenders: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round's update, in turns."""
-    names = list(contenders)
+def measure(contenders: dict[str, Contender], rounds: int) -> tuple[dict[str, list[float]], dict[bool, float]]:
+    """Seconds of each round's update, in turns, and FLOP/s of products in float32 and (true) bfloat16 between them."""
+    names, device = list(contenders), next(iter(contenders.values())).device
     for name in names:
         started = time.perf_counter()
         for _ in range(2):  # compiled, and the caches warm
             contenders[name].step()
         say(f"{name}: the first two updates took {time.perf_counter() - started:.1f} s")
     found: dict[str, list[float]] = {name: [] for name in names}
+    products = {True: product(torch.bfloat16, device), False: product(torch.float32, device)}
+    rates: dict[bool, list[float]] = {low: [] for low in products}
     for i in range(rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            found[name].append(seconds(contenders[name].step, contenders[name].device))
-    return found
+            found[name].append(seconds(contenders[name].step, device))
+        for low, multiply in products.items():
+            seconds(multiply, device)  # the caches warm
+            rates[low].append(2 * SIZE**3 / seconds(multiply, device))
+    return found, {low: statistics.median(measured) for low, measured in rates.items() if measured}
 
 
-def table(contenders: dict[str, Contender], rounds: int, rates: dict[bool, float]) -> Iterator[str]:
+def table(contenders: dict[str, Contender], rounds: int) -> Iterator[str]:
     """The measurement as Markdown."""
-    found = measure(contenders, rounds)
+    found, rates = measure(contenders, rounds)
+    if rounds:
+        yield (
+            f"products of {SIZE} x {SIZE} matrices: {rates[False] / 1e12:.2f} TFLOP/s in float32, "
+            f"{rates[True] / 1e12:.2f} in bfloat16\n"
+        )
     timed = ("tokens/s", "speed-up", "update, ms", *PARTS, "of matrix rate") if rounds else ()
     columns = ("", *timed, "peak memory, MiB")
     yield "| " + " | ".join(columns) + " |"
@@ -217,17 +229,12 @@ def main() -> None:
 
 def compare(arguments: argparse.Namespace, folder: str, here: World) -> None:
     """Measure, and print the table on the main rank."""
-    rates = {fast: matrix_rate(torch.bfloat16 if fast else torch.float32, here.device) for fast in (False, True)}
-    lines = [
-        f"{device_name(here.device)}, {here.size} x {torch.get_num_threads()} threads, torch {torch.__version__}; "
-        f"products of 2048 x 2048 matrices: {rates[False] / 1e12:.2f} TFLOP/s in float32, "
-        f"{rates[True] / 1e12:.2f} in bfloat16\n"
-    ]
+    lines = [f"{device_name(here.device)}, {here.size} x {torch.get_num_threads()} threads, torch {torch.__version__}"]
     runs = [ours(f"{arguments.common} {config}", f"{folder}/{i}", here) for i, config in enumerate(arguments.configs)]
     contenders = {name: plain(name == "torch-fast", runs[0][1]) for name in arguments.against}
     contenders |= {config or "default": run[0] for config, run in zip(arguments.configs, runs, strict=True)}
     try:
-        for line in chain(lines, table(contenders, arguments.rounds, rates)):
+        for line in chain(lines, table(contenders, arguments.rounds)):
             if here.is_main:
                 print(line, flush=True)
     finally:

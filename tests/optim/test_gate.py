@@ -124,7 +124,13 @@ def test_it_is_the_device_that_does(monkeypatch):
 
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) for case in ("muown", "decay", "muon")])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("muown", marks=pytest.mark.slow),
+        *(pytest.param(c, marks=pytest.mark.long) for c in ("decay", "muon")),
+    ],
+)
 def test_compiled(case):
     torch._dynamo.reset()
     check_same(

@@ -1,0 +1,92 @@
+"""Time attention and the head with its loss, each written in several ways: `python scripts/benchmark_layers.py`.
+
+Forward and backward passes of 4096 tokens, in turns; printed are median milliseconds as Markdown. What is chosen by it:
+`LONGEST` and `BLOCK` of muown_train/models/attention.py, `CHUNK_LOGITS` of cross_entropy.py.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from muown_train.hardware import device_name
+from muown_train.models import attention, cross_entropy
+
+TOKENS = 4096
+LENGTHS = (128, 256, 512, 1024, 2048)
+HEADS = ((4096, 256), (50280, 768))  # vocabulary, width
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def in_turns(ways: dict[str, Callable[[], Tensor]], rounds: int) -> list[str]:
+    """Median milliseconds of each way's forward and backward pass."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for i in range(rounds + 1):
+        for name, way in ways.items():
+            started = time.perf_counter()
+            way().sum().backward()
+            if i:
+                seconds[name].append(time.perf_counter() - started)
+    return [f"{statistics.median(times) * 1e3:.1f}" for times in seconds.values()]
+
+
+def of_attention(length: int, dtype: torch.dtype, heads: int = 4, size: int = 64) -> dict[str, Callable[[], Tensor]]:
+    """Attention of 4 heads of 64 over rows of this length."""
+    q, k, v = (torch.randn(TOKENS // length, heads, length, size).to(dtype).requires_grad_() for _ in range(3))
+
+    def blocks(least: int) -> Tensor:
+        with patch.object(attention, "BLOCK", least):
+            return attention.by_blocks(q, k, v)
+
+    return {
+        "scaled_dot_product_attention": partial(F.scaled_dot_product_attention, q, k, v, is_causal=True),
+        "whole": partial(blocks, length),
+        **{f"blocks of {least} or T/4": partial(blocks, least) for least in (64, 128, 256)},
+    }
+
+
+def of_head(vocab_size: int, dim: int, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
+    """The head and its loss, chunk by chunk; 4096 rows a chunk are all at once."""
+    x = torch.randn(TOKENS, dim).to(dtype).requires_grad_()
+    weight = (torch.randn(vocab_size, dim) * 0.02).requires_grad_()
+    targets = torch.randint(vocab_size, (TOKENS,))
+
+    def plain() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
+
+    def chunks(rows: int) -> Tensor:
+        enabled = dtype == torch.bfloat16
+        with patch.object(cross_entropy, "chunk_rows", lambda *_: rows), torch.autocast("cpu", enabled=enabled):
+            return cross_entropy.linear_cross_entropy(x, weight, targets)
+
+    return {"all logits": plain, **{f"{rows} rows": partial(chunks, rows) for rows in (256, 512, 768, 1024, 2048)}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="passes of each way (default 7)")
+    parser.add_argument("--threads", type=int, help="by default all cores")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    print(f"{device_name(torch.device('cpu'))}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    cases = {f"attention, T={n}, {str(d)[6:]}": partial(of_attention, n, d) for d in DTYPES for n in LENGTHS}
+    cases |= {f"head, V={v}, D={n}, {str(d)[6:]}": partial(of_head, v, n, d) for v, n in HEADS for d in DTYPES}
+    header: list[str] = []
+    for name, case in cases.items():
+        ways = case()
+        if list(ways) != header:
+            header = list(ways)
+            print("\n| | " + " | ".join(header) + " |\n|---|" + "---:|" * len(header))
+        print(f"| {name} | " + " | ".join(in_turns(ways, arguments.rounds)) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
