@@ -49,8 +49,14 @@ class Failed(Exception):
 
 
 @contextmanager
-def explained() -> Iterator[None]:
-    """What a user can cause ends with one sentence; with MUOWN_TRACEBACK=1 with where it came from."""
+def explained(settings: list[str] | None = None) -> Iterator[None]:
+    """What a user can cause ends with one sentence; with MUOWN_TRACEBACK=1 with where it came from.
+
+    Args:
+        settings: `key=value` words that were given; by default those of the command line.
+    """
+    if settings is None:
+        settings = [word for word in sys.argv[1:] if not word.startswith("-")]
     try:
         yield
     except KeyboardInterrupt:
@@ -58,7 +64,7 @@ def explained() -> Iterator[None]:
     except (ValueError, OSError, HydraException, OmegaConfBaseException, Failed) as error:
         if os.environ.get("MUOWN_TRACEBACK") == "1":
             raise
-        sentence = one_sentence(error, [word for word in sys.argv[1:] if not word.startswith("-")])
+        sentence = one_sentence(error, settings)
         passing = isinstance(error, OSError) and error.errno in _PASSING
         leave(f"error: {sentence}", FAILED if passing or isinstance(error, Failed | ConnectionError) else WRONG)
 

@@ -85,8 +85,9 @@ def replicated(model: nn.Module, device: torch.device, in_bfloat16: bool = False
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"  # since, before 2.13
     devices = [device] if device.type == "cuda" else None
     options: dict[str, Any] = {buffers: False}
-    for p in model.parameters():  # DDP takes them into its buckets; made later they would exist twice
-        p.grad = torch.zeros_like(p)
+    for p in model.parameters():
+        if p.requires_grad:  # DDP takes these gradients into its buckets; made later they would exist twice
+            p.grad = torch.zeros_like(p)
     replica = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **options)
     if in_bfloat16:
         # by the hook's own name DDP refuses it without NCCL, though gloo has bfloat16

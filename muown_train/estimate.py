@@ -68,8 +68,7 @@ def sizes_of(model: nn.Module) -> Sizes:
         raise ValueError(f"estimates are for GPT, not for {type(model).__name__}")
     block = model.blocks[0]
     heads, hidden = block.attention.heads, block.mlp.out.in_features  # type: ignore[union-attr]
-    checkpointed = getattr(model, "checkpointed", 0)
-    return Sizes(model.vocab_size, model.layers, model.dim, heads, hidden, checkpointed)  # type: ignore[arg-type]
+    return Sizes(model.vocab_size, model.layers, model.dim, heads, hidden, model.checkpointed)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -56,13 +56,21 @@ class Update:
 
 
 def update_time(
-    sizes: Sizes, how: Pass, gpu: Gpu, optimizer: Combined, ranks: int, accumulation: int, owners: int
+    sizes: Sizes,
+    how: Pass,
+    gpu: Gpu,
+    optimizer: Combined,
+    ranks: int,
+    accumulation: int,
+    owners: int,
+    sent: int = FLOAT,
 ) -> Update:
     """Seconds of an update.
 
     Args:
         how: a micro-batch, of which there are `accumulation` on each of `ranks`.
         optimizer: may be on the meta device; spread over so many `owners`, 1 if every rank does all.
+        sent: bytes of a number of the gradients on its way over the ranks.
     """
     rate = gpu.flops if how.autocast else gpu.float32
     memory = gpu.bandwidth * FRACTIONS["memory"]
@@ -83,7 +91,7 @@ def update_time(
         attention / (rate * attained),
         moved / memory,
         _step(optimizer, gpu, owners, how),
-        _sent(sizes, gpu, ranks, owners),
+        _sent(sizes, gpu, ranks, owners, sent),
     )
 
 
@@ -109,10 +117,10 @@ def _products(p: Tensor, group: Group) -> int:
     return update_cost(p, group) - FLOPS_PER_BYTE * p.numel() * p.element_size()
 
 
-def _sent(sizes: Sizes, gpu: Gpu, ranks: int, owners: int) -> float:
+def _sent(sizes: Sizes, gpu: Gpu, ranks: int, owners: int, sent: int) -> float:
     """Seconds of an all-reduce of gradients, and of the broadcasts of a sharded optimizer; a ring of all ranks."""
     if ranks == 1:
         return 0.0
     link = gpu.link if ranks <= gpu.node else min(gpu.link, NETWORK * gpu.node)
-    gradients = 2 * (ranks - 1) / ranks * FLOAT * sizes.parameters
+    gradients = 2 * (ranks - 1) / ranks * sent * sizes.parameters
     return (gradients + (FLOAT * sizes.parameters if owners > 1 else 0)) / (link * FRACTIONS["link"])

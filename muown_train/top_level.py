@@ -73,7 +73,7 @@ class TopLevel:
             if getattr(self, key) not in words:
                 raise ValueError(f"{key}={getattr(self, key)!r} must be {' or '.join(words)}")
         if self.reduce_dtype not in (None, "float32", "bfloat16"):
-            raise ValueError(f"reduce_dtype={self.reduce_dtype!r} must be bfloat16, or float32 or null")
+            raise ValueError(f"reduce_dtype={self.reduce_dtype!r} must be bfloat16, float32 or null")
         if not isinstance(self.trust, list) or not all(isinstance(name, str) for name in self.trust):
             raise ValueError(f"trust={self.trust!r} must be a list of dotted names, such as [my_package.MyOptimizer]")
 

@@ -52,7 +52,7 @@ def of_attention(length: int, dtype: torch.dtype, heads: int = 4, size: int = 64
 
 
 def of_head(vocab_size: int, dim: int, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
-    """The head and its loss, chunk by chunk; 4096 rows a chunk are all at once."""
+    """The head and its loss, all at once and chunk by chunk."""
     x = torch.randn(TOKENS, dim).to(dtype).requires_grad_()
     weight = (torch.randn(vocab_size, dim) * 0.02).requires_grad_()
     targets = torch.randint(vocab_size, (TOKENS,))
@@ -74,6 +74,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="passes of each way (default 7)")
     parser.add_argument("--threads", type=int, help="by default all cores")
     arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds} must be 1 or more")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     print(f"{device_name(torch.device('cpu'))}, {torch.get_num_threads()} threads, torch {torch.__version__}")

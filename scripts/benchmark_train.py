@@ -7,8 +7,9 @@ takes at most besides weights, gradients and optimizer state, and which part of 
 is reached. The split is measured on updates of their own, on GPUs with waits between the parts.
 
 With `--against torch` the first contender is a plain PyTorch loop of the sizes of the first CONFIG (plain_gpt.py), in
-float32 and not compiled; `--against torch-fast` the same with bfloat16 autocast and torch.compile. Under torchrun the
-configurations train on all ranks together; tokens are those of all, and the split is that of the main one.
+float32 and not compiled; `--against torch-fast` the same with bfloat16 autocast and torch.compile. Both may be given.
+Under torchrun the configurations train on all ranks together; tokens are those of all, the split is that of the main
+one, where what a sharded optimizer sends counts as rest. Ctrl-C ends the rounds and prints what there is.
 """
 
 import argparse
@@ -31,8 +32,9 @@ import torch
 from plain_gpt import PlainGPT, plain_step
 from torch import Tensor
 
+from muown_train.__main__ import explained
 from muown_train.build import Run, build
-from muown_train.config import composed
+from muown_train.config import check_overrides, composed
 from muown_train.data.loader import Loader
 from muown_train.data.random_tokens import RandomRows
 from muown_train.distributed import World, world
@@ -73,9 +75,21 @@ def seconds(action: Callable[[], Any], device: torch.device) -> float:
     return now(device) - started
 
 
-def ours(settings: str, out: str, here: World) -> tuple[Contender, Run]:
-    """The trainer of a configuration, as the command line would make it."""
-    run = build(composed([*shlex.split(settings), "data=random", f"out={out}", "name=run"]), "run", here)
+OURS = ("data", "out", "name", "tracking")  # keys that cannot be given
+
+
+def ours(settings: list[str], out: str, here: World) -> tuple[Contender, Run]:
+    """The trainer of a configuration, as the command line would make it.
+
+    Raises:
+        ValueError: a setting that cannot be.
+    """
+    with explained(settings):
+        check_overrides(settings)
+        for word in settings:
+            if word.lstrip("+").split("=")[0].split(".")[0] in OURS:
+                raise ValueError(f"{word} has no effect here: all configurations train on random tokens, in no folder")
+        run = build(composed([*settings, "data=random", f"out={out}", "name=run"]), "run", here)
     trainer, tokens = run.trainer, run.config.batch_tokens
     flops = run.model.flops_per_token() * tokens / here.size
     autocast = trainer.settings.autocast
@@ -159,12 +173,20 @@ def measure(contenders: dict[str, Contender], rounds: int) -> tuple[dict[str, li
     found: dict[str, list[float]] = {name: [] for name in names}
     products = {True: product(torch.bfloat16, device), False: product(torch.float32, device)}
     rates: dict[bool, list[float]] = {low: [] for low in products}
-    for i in range(rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            found[name].append(seconds(contenders[name].step, device))
-        for low, multiply in products.items():
-            seconds(multiply, device)  # the caches warm
-            rates[low].append(2 * SIZE**3 / seconds(multiply, device))
+    try:
+        for i in range(rounds):
+            say(f"round {i + 1} of {rounds}")
+            for name in names[i % len(names) :] + names[: i % len(names)]:
+                found[name].append(seconds(contenders[name].step, device))
+            for low, multiply in products.items():
+                seconds(multiply, device)  # the caches warm
+                rates[low].append(2 * SIZE**3 / seconds(multiply, device))
+    except KeyboardInterrupt:
+        rounds = min(map(len, rates.values()))
+        if not rounds:
+            raise
+        say(f"interrupted: the table is of {rounds} round{'s' * (rounds > 1)}")
+        found = {name: times[:rounds] for name, times in found.items()}
     return found, {low: statistics.median(measured) for low, measured in rates.items() if measured}
 
 
@@ -204,17 +226,31 @@ def say(sentence: str) -> None:
         print(sentence, file=sys.stderr, flush=True)
 
 
+def words(settings: str) -> list[str]:
+    """The settings of one argument, as a shell would take them apart."""
+    try:
+        return shlex.split(settings)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{settings!r}: {error}") from None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("configs", nargs="*", default=[""], metavar="CONFIG", help="settings in one argument")
-    parser.add_argument("--common", default=DEFAULT, help=f"settings of all, before their own; by default {DEFAULT!r}")
-    parser.add_argument("--against", nargs="+", choices=("torch", "torch-fast"), default=[], help="plain loops")
+    parser.add_argument(
+        "configs", nargs="*", default=[[]], type=words, metavar="CONFIG", help="settings in one argument"
+    )
+    parser.add_argument(
+        "--common", default=DEFAULT, type=words, help=f"settings of all, before their own; by default {DEFAULT!r}"
+    )
+    parser.add_argument("--against", action="append", choices=("torch", "torch-fast"), default=[], help="a plain loop")
     parser.add_argument("--rounds", type=int, default=11, help="updates of each (default 11); 0: only memory")
     parser.add_argument("--threads", type=int, help="by default all cores")
     arguments = parser.parse_args()
     if arguments.rounds < 0:
         parser.error(f"--rounds {arguments.rounds} must be 0 or more")
-    if arguments.threads:
+    if arguments.threads is not None:
+        if arguments.threads < 1:
+            parser.error(f"--threads {arguments.threads} must be 1 or more")
         torch.set_num_threads(arguments.threads)
     with world() as here:
         if here.size > 1 and arguments.against:
@@ -230,17 +266,23 @@ def main() -> None:
 def compare(arguments: argparse.Namespace, folder: str, here: World) -> None:
     """Measure, and print the table on the main rank."""
     lines = [f"{device_name(here.device)}, {here.size} x {torch.get_num_threads()} threads, torch {torch.__version__}"]
-    runs = [ours(f"{arguments.common} {config}", f"{folder}/{i}", here) for i, config in enumerate(arguments.configs)]
-    contenders = {name: plain(name == "torch-fast", runs[0][1]) for name in arguments.against}
-    contenders |= {config or "default": run[0] for config, run in zip(arguments.configs, runs, strict=True)}
+    runs: list[Run] = []
+    contenders: dict[str, Contender] = {}
     try:
+        for i, config in enumerate(arguments.configs):
+            contender, run = ours([*arguments.common, *config], f"{folder}/{i}", here)
+            if not runs:
+                contenders |= {name: plain(name == "torch-fast", run) for name in arguments.against}
+            runs.append(run)
+            name = " ".join(config) or "default"
+            contenders[name if name not in contenders else f"{name} ({i + 1})"] = contender
         for line in chain(lines, table(contenders, arguments.rounds)):
             if here.is_main:
                 print(line, flush=True)
     finally:
         for contender in contenders.values():
             contender.loader.close()
-        for _, run in runs:
+        for run in runs:
             run.close()
 
 

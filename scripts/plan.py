@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from muown_train.__main__ import WRONG, leave
+from muown_train.__main__ import WRONG, explained, leave
 from muown_train.batch import rows_per_update, updates
 from muown_train.build import make_optimizer
-from muown_train.config import check_overrides, check_trust, composed, one_sentence
+from muown_train.config import check_overrides, check_trust, composed
 from muown_train.estimate import Memory, Pass, Sizes, largest_micro_batch, memory, optimizer_memory, sizes_of
 from muown_train.factory import factory
 from muown_train.hardware import GPUS, Gpu, gpu
@@ -120,7 +118,7 @@ def of_memory(plan: Plan) -> Iterator[str]:
     )
     found = largest_micro_batch(plan.sizes, plan.how, plan.rows, plan.room, state=state, step=step)
     if found is None:
-        yield "not even micro_batch=1 fits: more ranks, a checkpointed model or a smaller one would"
+        yield "not even micro_batch=1 fits: more ranks, more blocks in model.checkpointed or a smaller model need less"
     else:
         size, taken = found
         yield f"largest micro_batch that fits: {size}, with {gib(taken.peak)} at most"
@@ -149,7 +147,10 @@ def of_time(plan: Plan, mfu: float | None) -> Iterator[str]:
         seconds = per_token * tokens / (mfu * peak)
         yield f"at the MFU given, {mfu:.1%}:"
     else:
-        parts = update_time(plan.sizes, plan.how, plan.gpu, plan.optimizer, plan.ranks, plan.accumulation, plan.owners)
+        sent = 2 if plan.top.reduce_dtype == "bfloat16" else 4
+        parts = update_time(
+            plan.sizes, plan.how, plan.gpu, plan.optimizer, plan.ranks, plan.accumulation, plan.owners, sent
+        )
         seconds = parts.total
         shown = ", ".join(f"{name} {value:.3f}" for name, value in vars(parts).items())
         attained = ", ".join(f"{name} {value:.0%}" for name, value in FRACTIONS.items())
@@ -179,12 +180,10 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     if arguments.mfu is not None and not 0 < arguments.mfu <= 1:
         parser.error(f"--mfu {arguments.mfu:g} must be above 0 and at most 1")
-    try:
+    with explained(arguments.settings):
         plan = planned(arguments.settings, arguments.device, arguments.ranks)
-        for part in (of_parameters(plan), of_memory(plan), of_time(plan, arguments.mfu)):
-            print("\n".join(part))
-    except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
-        leave(f"error: {one_sentence(error, arguments.settings)}", WRONG)
+        lines = [*of_parameters(plan), *of_memory(plan), *of_time(plan, arguments.mfu)]
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -20,16 +20,37 @@ def rows(output: str) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 def test_it_compares_configurations_with_a_plain_loop():
-    arguments = ["", "optim=adamw micro_batch=1", "--common", SMALL, "--against", "torch", "--rounds", "3"]
+    arguments = ["", "optim=adamw micro_batch=1", "", "--common", SMALL, "--against", "torch", "--rounds", "3"]
     ran = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     found = rows(ran.stdout)
-    assert list(found)[2:] == ["torch", "default", "optim=adamw micro_batch=1"]
+    assert list(found)[2:] == ["torch", "default", "optim=adamw micro_batch=1", "default (3)"]
     assert found["torch"][1] == "1.00"
     for speed, ratio, update, *parts, _, memory in list(found.values())[2:]:
         assert float(speed.replace(",", "")) == pytest.approx(128e3 / float(update), rel=0.2)
         assert 0.01 < float(ratio) < 100 and float(memory) >= 0
         assert sum(map(float, parts)) > 0 and all(float(part) >= 0 for part in parts)
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["optim.lrr=3"], "error: there is no key optim.lrr (did you mean optim.lr?)"),
+        (["", "model.heads=3"], "error: model.dim=256 does not split into model.heads=3"),
+        (["data=stdlib"], "data=stdlib has no effect here"),
+        (["--threads", "0"], "--threads 0 must be 1 or more"),
+        (["model.dim='"], "No closing quotation"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(arguments, sentence, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", [SCRIPT.name, *arguments])
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import benchmark_train
+
+    with pytest.raises(SystemExit) as left:
+        benchmark_train.main()
+    said = capfd.readouterr().err
+    assert left.value.code == 2 and sentence in said and "Traceback" not in said
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 IGNORE = -100  # a target that does not count, as in torch's cross-entropy
 
 # Logits of a chunk, by device: on a CPU what its caches hold, on a GPU enough to fill it. (Measured:
-# docs/performance.md.) But never fewer rows than D: the (V, D) gradient of the head is added to with each chunk.
+# docs/performance.md.) But of D rows or more where there are so many: the (V, D) gradient is added to with each chunk.
 CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**27}
 
 
@@ -62,9 +62,9 @@ def _forward(x: Tensor, weight: Tensor, targets: Tensor, grad_x: Tensor | None, 
     for start in range(0, x.shape[0], rows):
         part, wanted = x[start : start + rows], targets[start : start + rows, None]
         counts = wanted != IGNORE
-        wanted = wanted.clamp(min=0)
+        wanted = wanted.where(counts, 0)
         log_p = torch.log_softmax(part @ weight.T, dim=-1, dtype=torch.float32)  # (n, V)
-        loss = loss - (log_p.gather(1, wanted) * counts).sum()
+        loss = loss - log_p.gather(1, wanted).where(counts, 0).sum()
         if grad_x is None or grad_weight is None:
             continue
         grad_logits = log_p.exp_().scatter_add_(1, wanted, -torch.ones_like(wanted, dtype=log_p.dtype)).to(x.dtype)
@@ -77,4 +77,5 @@ def _forward(x: Tensor, weight: Tensor, targets: Tensor, grad_x: Tensor | None, 
 def chunk_rows(rows: int, vocab_size: int, dim: int, device: torch.device) -> int:
     """How many of `rows` a chunk has."""
     most = max(dim, CHUNK_LOGITS.get(device.type, 2**27) // vocab_size)
-    return math.ceil(rows / math.ceil(rows / most))
+    chunks = max(1, math.ceil(rows / most))
+    return max(1, math.ceil(rows / chunks))  # chunks of one size

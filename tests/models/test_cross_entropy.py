@@ -1,5 +1,7 @@
 """The head's loss in chunks equals that of all logits at once, in value, gradients and what does not count."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -70,9 +72,17 @@ def test_values_too_large_for_an_exponential(small_chunks):
 
 def test_a_target_beyond_the_vocabulary_is_an_error(small_chunks):
     x, weight, targets = inputs(10, 5)
-    targets[7] = 5
-    with pytest.raises((RuntimeError, IndexError)):
-        linear_cross_entropy(x, weight, targets)
+    for wrong in (5, -1):
+        targets[7] = wrong
+        with pytest.raises((RuntimeError, IndexError)):
+            linear_cross_entropy(x, weight, targets)
+
+
+def test_rows_that_do_not_count_may_hold_anything(small_chunks):
+    x, weight, targets = inputs(10, 5, dtype=torch.float32)
+    targets[:] = IGNORE
+    assert linear_cross_entropy(x * math.inf, weight, targets) == 0
+    assert linear_cross_entropy(x[:0], weight, targets[:0]) == 0
 
 
 def test_it_never_holds_all_logits():
