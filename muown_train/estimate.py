@@ -136,8 +136,7 @@ def _kept_by_attention(sizes: Sizes, how: Pass) -> int:
 
 def by_blocks(how: Pass) -> bool:
     """Whether attention keeps its probabilities, as `models.attention.causal_attention` decides."""
-    dtype = torch.bfloat16 if how.autocast else torch.float32
-    return how.device == "cpu" and how.seq_len <= LONGEST[dtype]
+    return how.device == "cpu" and how.autocast and how.seq_len <= LONGEST
 
 
 def _attention_blocks(T: int) -> Iterator[tuple[int, int]]:

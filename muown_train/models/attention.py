@@ -1,7 +1,7 @@
 """Causal attention by the faster of two ways.
 
-On GPUs `scaled_dot_product_attention`, which is FlashAttention there. On CPUs, where its kernel is far from the rate
-of a plain product in bfloat16, blocks of queries against the keys that they may see: two batched products each, with
+As a rule `scaled_dot_product_attention`, FlashAttention on GPUs. On CPUs in bfloat16, where its kernel is far
+from the rate of a plain product, blocks of queries against the keys that they may see: two batched products each, with
 the probabilities kept for the backward pass. (Measured: docs/performance.md.)
 """
 
@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 128  # least number of queries in a block; at most four blocks, as larger ones waste less on starting products
-# the longest sequence that blocks are faster for; the probabilities kept are 5/8 B h T^2 numbers
-LONGEST = {torch.bfloat16: 2048, torch.float32: 512}
+LONGEST = 2048  # up to which blocks are faster; the probabilities kept are 5/8 B h T^2 numbers
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(d)) v over the keys up to each query's own; all (B, h, T, d) of one dtype."""
-    if q.device.type == "cpu" and q.shape[2] <= LONGEST.get(q.dtype, 0):
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= LONGEST:
         return by_blocks(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
