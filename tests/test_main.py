@@ -75,7 +75,7 @@ def test_a_run_leaves_everything_in_one_folder_and_says_so(corpus, tmp_path, mon
         (["tokens_per_parameter=20"], ["tokens=", "set one of them"]),
         (["precision=float8"], ["precision='float8'", "bfloat16"]),
         (["compile=2"], ["compile=2"]),
-        (["reduce_dtype=float16"], ["reduce_dtype='float16'", "bfloat16, or float32 or null"]),
+        (["reduce_dtype=float16"], ["reduce_dtype='float16'", "bfloat16, float32 or null"]),
         (["model.checkpointed=3"], ["model.checkpointed=3", "0 to 2"]),
         (["name=../../x"], ["name='../../x'"]),
         (["model.heads=5"], ["model.heads=5"]),
