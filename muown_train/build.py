@@ -136,15 +136,8 @@ def build(config: DictConfig, name: str, world: World) -> Run:
     stop = Stop(world, None if top.time_limit is None else 60 * top.time_limit)  # counts from here
 
     torch.manual_seed(top.seed)
-    model: LanguageModel = factory(resolved["model"], "model", trust=top.trust)().to(world.device)
-    if model.seq_len < top.seq_len:
-        raise ValueError(
-            f"model.seq_len={model.seq_len} is shorter than seq_len={top.seq_len}, the rows it is to train on"
-        )
-    parameters = sum(p.numel() for p in model.parameters())
-    steps = updates(top.tokens, top.tokens_per_parameter, parameters, top.batch_tokens)
-    schedule: Schedule = factory(resolved["schedule"], "schedule", ["step", "steps"], top.trust)
-    schedule(0, steps)  # an impossible setting is found now
+    model = make_model(resolved, top).to(world.device)
+    steps, schedule = make_schedule(resolved, top, model)
     with resting():  # torch imports its compiler with a process's first optimizer, though nothing may be compiled
         optimizer = make_optimizer(resolved, model, top.trust)
     if top.compile:
@@ -220,6 +213,25 @@ def build(config: DictConfig, name: str, world: World) -> Run:
         run.sinks = [sink for sink in (console(), tracking) if sink]
         run.lock = locked(folder)
     return run
+
+
+def make_model(resolved: dict[str, Any], top: TopLevel) -> LanguageModel:
+    """The model, for rows as long as those it is to train on."""
+    model: LanguageModel = factory(resolved["model"], "model", trust=top.trust)()
+    if model.seq_len < top.seq_len:
+        raise ValueError(
+            f"model.seq_len={model.seq_len} is shorter than seq_len={top.seq_len}, the rows it is to train on"
+        )
+    return model
+
+
+def make_schedule(resolved: dict[str, Any], top: TopLevel, model: nn.Module) -> tuple[int, Schedule]:
+    """The number of updates that the budget pays for, and the schedule of the learning rate over them."""
+    parameters = sum(p.numel() for p in model.parameters())
+    steps = updates(top.tokens, top.tokens_per_parameter, parameters, top.batch_tokens)
+    schedule: Schedule = factory(resolved["schedule"], "schedule", ["step", "steps"], top.trust)
+    schedule(0, steps)  # an impossible setting is found now
+    return steps, schedule
 
 
 def make_optimizer(resolved: dict[str, Any], model: nn.Module, trust: Sequence[str] = ()) -> Combined:

@@ -1,7 +1,7 @@
 """How much memory an update takes, from sizes alone: nothing is trained, and no tensor is made.
 
 What autograd keeps of a block was read off its saved tensors (`torch.autograd.graph.saved_tensors_hooks`) on a CPU,
-whose estimates a test compares with `memory.peak_memory`. On GPUs, where nothing of this has been measured, two things
+whose estimates a test compares with `peak_memory`. On GPUs, where nothing of this has been measured, two things
 differ: RMSNorm is one operation that keeps its input and a number per token, where on CPUs it keeps the normalised
 input besides; and attention is FlashAttention, which keeps no probabilities. What a compiled model keeps was read off
 once on a CPU with torch 2.13 (two blocks, flash attention; kept 2 % less than there, 5 % more at most): other versions
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from muown_train.models.attention import BLOCK, LONGEST
+from muown_train.models.attention import blocks, wants_blocks
 from muown_train.models.cross_entropy import chunk_rows
 from muown_train.models.gpt import GPT
 from muown_train.optim import SOAP, Combined, Lion
@@ -126,25 +126,12 @@ def kept_by_block(sizes: Sizes, how: Pass) -> int:
 def _kept_by_attention(sizes: Sizes, how: Pass) -> int:
     D, s, N = sizes.dim, how.width, how.tokens
     out = N * D * s  # the input of the output projection
-    if by_blocks(how):
-        pairs = sum(queries * keys for queries, keys in _attention_blocks(how.seq_len))
+    if wants_blocks(how.device, torch.bfloat16 if how.autocast else torch.float32, how.seq_len):
+        pairs = sum((end - start) * end for start, end in blocks(how.seq_len))
         return 3 * N * D * s + out + s * how.rows * sizes.heads * pairs
     # q and k rotated, and v, a view into the output of the product with the fused matrix, all of which it keeps; and
     # the logarithm of each softmax's sum
     return 5 * N * D * s + out + FLOAT * N * sizes.heads
-
-
-def by_blocks(how: Pass) -> bool:
-    """Whether attention keeps its probabilities, as `models.attention.causal_attention` decides."""
-    return how.device == "cpu" and how.autocast and how.seq_len <= LONGEST
-
-
-def _attention_blocks(T: int) -> Iterator[tuple[int, int]]:
-    """(queries, keys) of each block of `models.attention.by_blocks`."""
-    size = min(T, max(BLOCK, math.ceil(T / 4)))
-    for start in range(0, T, size):
-        end = min(T, start + size)
-        yield end - start, end
 
 
 def copies(sizes: Sizes, how: Pass) -> int:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from muown_train.distributed import World
-
-IGNORE = -100  # a target that does not count, as in torch's cross-entropy
+from muown_train.models.cross_entropy import IGNORE
 
 
 def valid_rows(ids: np.ndarray, targets: int, seq_len: int) -> Tensor:

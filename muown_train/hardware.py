@@ -82,10 +82,5 @@ def wants_autocast(precision: str, device: torch.device) -> bool:
 
     Args:
         precision: auto (bfloat16 where the device multiplies matrices in it faster), bfloat16 or float32.
-
-    Raises:
-        ValueError: another word.
     """
-    if precision not in ("auto", "bfloat16", "float32"):
-        raise ValueError(f"precision={precision!r} must be auto, bfloat16 or float32")
     return precision == "bfloat16" or (precision == "auto" and has_fast_bfloat16(device))

@@ -72,6 +72,8 @@ class TopLevel:
         for key, words in (("on_save_error", ("stop", "continue")), ("on_bad_updates", ("rollback", "stop"))):
             if getattr(self, key) not in words:
                 raise ValueError(f"{key}={getattr(self, key)!r} must be {' or '.join(words)}")
+        if self.precision not in ("auto", "bfloat16", "float32"):
+            raise ValueError(f"precision={self.precision!r} must be auto, bfloat16 or float32")
         if self.reduce_dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"reduce_dtype={self.reduce_dtype!r} must be bfloat16, float32 or null")
         if not isinstance(self.trust, list) or not all(isinstance(name, str) for name in self.trust):

@@ -11,7 +11,6 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from muown_train.checkpoint import Checkpoints, ModelState, OptimizerState, Stat
 from muown_train.config import composed
 from muown_train.distributed import World
 from muown_train.factory import factory
+from muown_train.measuring import seconds
 
 
 def made(overrides: list[str], device: torch.device) -> tuple[nn.Module, Optimizer]:
@@ -38,15 +38,6 @@ def made(overrides: list[str], device: torch.device) -> tuple[nn.Module, Optimiz
         p.grad = torch.randn_like(p)
     optimizer.step()
     return model, optimizer
-
-
-def seconds(action: Callable[[], Any], device: torch.device) -> float:
-    """Of one call, the device's work included."""
-    started = time.perf_counter()
-    action()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def measure(checkpoints: Checkpoints, state: dict[str, Stateful], optimizer: Optimizer, rounds: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muown_train.memory import peak_memory
+from muown_train.measuring import peak_memory
 from muown_train.optim import Muon, Muown, shard
 from muown_train.optim.orthogonalize import has_fast_bfloat16
 

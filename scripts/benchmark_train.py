@@ -39,12 +39,13 @@ from muown_train.data.loader import Loader
 from muown_train.data.random_tokens import RandomRows
 from muown_train.distributed import World, world
 from muown_train.hardware import device_name
-from muown_train.memory import peak_memory
+from muown_train.measuring import now, peak_memory, seconds
 from muown_train.models.gpt import GPT
 
 # of the targets: width 256, 6 layers, vocabulary 4096, an update of one micro-batch of 16 x 256 tokens
 DEFAULT = "model.dim=256 model.layers=6 seq_len=256 micro_batch=16 batch_tokens=4096"
 SIZE = 2048  # of the matrices whose product gives the machine's rate
+FIXED = ("data", "out", "name", "tracking")  # keys that cannot be given
 PARTS = ("data", "forward", "backward", "optimizer", "rest")
 
 
@@ -61,23 +62,6 @@ class Contender:
     device: torch.device
 
 
-def now(device: torch.device) -> float:
-    """Seconds on the clock once the device has done its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def seconds(action: Callable[[], Any], device: torch.device) -> float:
-    """Of one call, the device's work included."""
-    started = now(device)
-    action()
-    return now(device) - started
-
-
-OURS = ("data", "out", "name", "tracking")  # keys that cannot be given
-
-
 def ours(settings: list[str], out: str, here: World) -> tuple[Contender, Run]:
     """The trainer of a configuration, as the command line would make it.
 
@@ -87,7 +71,7 @@ def ours(settings: list[str], out: str, here: World) -> tuple[Contender, Run]:
     with explained(settings):
         check_overrides(settings)
         for word in settings:
-            if word.lstrip("+").split("=")[0].split(".")[0] in OURS:
+            if word.lstrip("+").split("=")[0].split(".")[0] in FIXED:
                 raise ValueError(f"{word} has no effect here: all configurations train on random tokens, in no folder")
         run = build(composed([*settings, "data=random", f"out={out}", "name=run"]), "run", here)
     trainer, tokens = run.trainer, run.config.batch_tokens

@@ -15,11 +15,10 @@ import torch
 from omegaconf import OmegaConf
 
 from muown_train.__main__ import WRONG, explained, leave
-from muown_train.batch import rows_per_update, updates
-from muown_train.build import make_optimizer
+from muown_train.batch import rows_per_update
+from muown_train.build import make_model, make_optimizer, make_schedule
 from muown_train.config import check_overrides, check_trust, composed
 from muown_train.estimate import Memory, Pass, Sizes, largest_micro_batch, memory, optimizer_memory, sizes_of
-from muown_train.factory import factory
 from muown_train.hardware import GPUS, Gpu, gpu
 from muown_train.models.language_model import LanguageModel
 from muown_train.optim import Combined, parameter_roles
@@ -73,18 +72,11 @@ def planned(overrides: list[str], device: str, ranks: int) -> Plan:
     resolved: dict[str, Any] = OmegaConf.to_container(composed(overrides), resolve=True)  # type: ignore[assignment]
     top = top_level(resolved, "plan")
     check_trust(top.trust, overrides)
-    if top.precision not in ("auto", "bfloat16", "float32"):
-        raise ValueError(f"precision={top.precision!r} must be auto, bfloat16 or float32")
     batch = rows_per_update(top.batch_tokens, top.seq_len, top.micro_batch, ranks)
     with torch.device("meta"):  # sizes without numbers
-        model: LanguageModel = factory(resolved["model"], "model", trust=top.trust)()
-    if model.seq_len < top.seq_len:
-        raise ValueError(
-            f"model.seq_len={model.seq_len} is shorter than seq_len={top.seq_len}, the rows it is to train on"
-        )
+        model = make_model(resolved, top)
     sizes = sizes_of(model)
-    steps = updates(top.tokens, top.tokens_per_parameter, sizes.parameters, top.batch_tokens)
-    factory(resolved["schedule"], "schedule", ["step", "steps"], top.trust)(0, steps)  # an impossible one is found now
+    steps, _ = make_schedule(resolved, top, model)
     how = Pass(top.micro_batch, top.seq_len, top.precision != "float32", compiled=top.compile)
     optimizer = make_optimizer(resolved, model, top.trust)
     return Plan(top, model, optimizer, sizes, steps, batch // ranks, how, card, device, ranks)

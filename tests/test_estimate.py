@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from muown_train import estimate
 from muown_train.estimate import Pass, largest_micro_batch, memory, micro_batch, optimizer_memory, sizes_of
-from muown_train.memory import peak_memory
+from muown_train.measuring import peak_memory
 from muown_train.models import attention
 from muown_train.models.gpt import GPT
 from muown_train.optim import SOAP, Combined, Lion, Muon, Muown, NorMuon, param_groups
@@ -82,7 +82,6 @@ def kept(model: nn.Module, go) -> int:
 def test_what_autograd_keeps(autocast, flash, monkeypatch):
     if flash:  # as on a GPU
         monkeypatch.setattr(attention, "LONGEST", 0)
-        monkeypatch.setattr(estimate, "LONGEST", 0)
     model, _, how = passes({}, autocast)
     tokens = torch.randint(0, SMALL["V"], (how.rows, how.seq_len))
     found = []

@@ -17,22 +17,33 @@ LONGEST = 2048  # up to which blocks are faster; the probabilities kept are 5/8 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(d)) v over the keys up to each query's own; all (B, h, T, d) of one dtype."""
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= LONGEST:
+    if wants_blocks(q.device.type, q.dtype, q.shape[2]):
         return by_blocks(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def wants_blocks(device: str, dtype: torch.dtype, length: int) -> bool:
+    """Whether blocks are the faster way, on a device of this type."""
+    return device == "cpu" and dtype == torch.bfloat16 and length <= LONGEST
+
+
+def blocks(length: int) -> list[tuple[int, int]]:
+    """Where each block of queries starts and ends, which is also the end of the keys that it sees."""
+    size = min(length, max(BLOCK, math.ceil(length / 4)))
+    return [(start, min(length, start + size)) for start in range(0, length, size)]
 
 
 def by_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The same by blocks of queries; scores and probabilities are in q's dtype, the softmax computes in float32."""
     B, h, T, d = q.shape
     q, k, v = (x.reshape(B * h, T, d) for x in (q, k, v))
-    size = min(T, max(BLOCK, math.ceil(T / 4)))
-    width = size * math.ceil(T / size)
+    spans = blocks(T)
+    size = spans[0][1]  # of all but the last, which may be smaller
+    width = size * len(spans)
     # the last block's mask; earlier ones see a part of it, moved to the left
     mask = torch.full((size, width), -math.inf, dtype=q.dtype).triu(width - size + 1)
     parts = []
-    for start in range(0, T, size):
-        end = min(T, start + size)
+    for start, end in spans:
         first = width - size - start
         seen = mask[: end - start, first : first + end]
         scores = torch.baddbmm(seen, q[:, start:end], k[:, :end].mT, alpha=1 / math.sqrt(d))  # (B h, t, end)

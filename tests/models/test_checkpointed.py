@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from muown_train.memory import peak_memory
+from muown_train.measuring import peak_memory
 from muown_train.models import gpt
 from muown_train.models.gpt import GPT
 from tests.runs import built, losses, trained

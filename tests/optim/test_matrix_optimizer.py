@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from muown_train.memory import peak_memory
+from muown_train.measuring import peak_memory
 from muown_train.optim import Muon, Muown, base
 
 BOTH = pytest.mark.parametrize("kind", [Muon, Muown])

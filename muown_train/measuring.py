@@ -1,11 +1,26 @@
-"""How much memory something takes at most, measured."""
+"""What a call takes, measured: time, and memory at most."""
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+
+def now(device: torch.device) -> float:
+    """Seconds on the clock once the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def seconds(action: Callable[[], Any], device: torch.device) -> float:
+    """Of one call, the device's work included."""
+    started = now(device)
+    action()
+    return now(device) - started
 
 
 def peak_memory(action: Callable[[], Any], device: torch.device | str) -> int:
