@@ -23,6 +23,7 @@ from muown_train.config import run_folder
 from muown_train.console import console
 from muown_train.data.loader import Loader
 from muown_train.data.sources import TrainingData
+from muown_train.data.tokenizer import TOKENIZER
 from muown_train.data.workers import with_workers
 from muown_train.distributed import World
 from muown_train.factory import check_settings, factory
@@ -75,6 +76,8 @@ class Run:
             return Outcome("finished")
         if trainer.world.is_main:
             manifest.write(self.folder, self.resolved, self.facts)
+            if self.data.tokenizer.raw is not None:  # for those who use the model
+                replace(self.folder / TOKENIZER, self.data.tokenizer.raw)
             manifest.show(self.facts, self.folder)
             if trainer.step:
                 print(f"  going on after update {trainer.step:,}", flush=True)

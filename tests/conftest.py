@@ -1,14 +1,18 @@
 """What several test files share."""
 
+import os
 import random
 from pathlib import Path
 
 import pytest
-import torch
+
+os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, and so do processes that they start
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
+    import torch  # after the line above
+
     torch.set_num_threads(1)  # small tensors, and bit-equality needs the same number everywhere
 
 

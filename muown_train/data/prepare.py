@@ -27,9 +27,9 @@ from muown_train.data.cache import fingerprint
 from muown_train.data.document_source import OPENERS, Cursor, Reader, Source
 from muown_train.data.hub import LEAST
 from muown_train.data.prepare_report import Report
-from muown_train.data.shards import COUNTS, FORMAT, INDEX, PROGRESS, TOKENIZER
+from muown_train.data.shards import COUNTS, FORMAT, INDEX, PROGRESS
 from muown_train.data.token_file import TokenWriter
-from muown_train.data.tokenizer import HubTokenizer, read_tokenizer, token_dtype
+from muown_train.data.tokenizer import TOKENIZER, HubTokenizer, load_tokenizer, token_dtype
 from muown_train.factory import whole
 from muown_train.files import PARTIAL, replace, sync
 
@@ -97,21 +97,18 @@ def _prepare(folder: Path, arguments: dict[str, Any], data: str, settings: Mappi
         return
 
     name = str(settings["tokenizer"])
-    raw = read_tokenizer(name)
-    tokenizer = HubTokenizer(name, raw)
+    tokenizer = load_tokenizer(name)
     source = OPENERS[data](settings, state["source"] if state else None, report.say)
     with closing(source):
         if state is None:
-            state = _begin(folder, arguments, raw, tokenizer, source)
+            state = _begin(folder, arguments, tokenizer, source)
         _refuse_changed(folder, state, tokenizer, source)
         _write(folder, state, tokenizer, source, report)
     report.say(f"{folder} is finished: {_summary(_read(folder / INDEX) or {})}")
 
 
-def _begin(
-    folder: Path, arguments: dict[str, Any], raw: bytes, tokenizer: HubTokenizer, source: Source
-) -> dict[str, Any]:
-    replace(folder / TOKENIZER, raw)
+def _begin(folder: Path, arguments: dict[str, Any], tokenizer: HubTokenizer, source: Source) -> dict[str, Any]:
+    replace(folder / TOKENIZER, tokenizer.raw)
     state = {
         "format": FORMAT,
         "arguments": arguments,

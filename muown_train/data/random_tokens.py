@@ -35,7 +35,7 @@ class RandomRows:
 class Numbers:
     """A tokenizer whose text is the ids themselves."""
 
-    name, fingerprint, end_of_text = "random", "random", 0
+    name, fingerprint, end_of_text, raw = "random", "random", 0, None
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -19,11 +19,11 @@ from muown_train.data.corpus import print_line
 from muown_train.data.rows import TokenRows
 from muown_train.data.sources import TrainingData, held_out_ids, tokenizer_facts
 from muown_train.data.token_file import HEADER_BYTES, read_tokens
-from muown_train.data.tokenizer import HubTokenizer, check_vocabulary, load_tokenizer, token_dtype
+from muown_train.data.tokenizer import TOKENIZER, HubTokenizer, check_vocabulary, load_tokenizer, token_dtype
 from muown_train.data.unigram import unigram_loss
 
 FORMAT = 1  # of index.json
-INDEX, PROGRESS, TOKENIZER, COUNTS = "index.json", "progress.json", "tokenizer.json", "train_counts.npy"
+INDEX, PROGRESS, COUNTS = "index.json", "progress.json", "train_counts.npy"
 SAMPLE = 4096  # ids at the beginning of each shard that are compared with the tokenizer
 REMEDY = "copy it again, or prepare the shards again"
 ENDS = 1 << 16  # bytes at both ends of a shard without an index that tell it from others

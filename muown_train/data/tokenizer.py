@@ -16,6 +16,7 @@ import numpy as np
 from muown_train.data import byte_bpe
 from muown_train.data.documents import grouped, well_formed
 
+TOKENIZER = "tokenizer.json"  # what the file is called in prepared data and in a run's folder
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 PIECE = 2_000_000  # characters encoded in one go: the library takes about 100 bytes of memory for each
 BATCH_DOCUMENTS = 1024
@@ -29,6 +30,9 @@ class Tokenizer(Protocol):
     size: int  # one more than the largest id
     end_of_text: int
     fingerprint: str  # of all that decides the ids
+
+    @property
+    def raw(self) -> bytes | None: ...  # its tokenizer.json, where it has one
 
     def encode_batch(self, texts: list[str]) -> Sequence[Sequence[int] | np.ndarray]: ...
 
@@ -63,7 +67,7 @@ class HubTokenizer:
         if added is None or not added.special:
             backend.add_special_tokens([AddedToken(found, special=True, normalized=False)])
         backend.encode_special_tokens = True
-        self.name = name
+        self.name, self.raw = name, raw
         self.size: int = max(backend.get_vocab().values()) + 1
         self.fingerprint = hashlib.blake2b(raw, digest_size=16).hexdigest()
         self._library = backend

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from muown_train.models.attention import causal_attention
 from muown_train.models.cross_entropy import linear_cross_entropy
+from muown_train.models.kv_cache import KeyValueCache, attention_after
 from muown_train.models.language_model import LanguageModel
 
 
@@ -47,17 +48,17 @@ class FusedLinear(nn.Linear):
 class Attention(nn.Module):
     """Causal self-attention: (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, dim: int, heads: int, layer: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.layer = heads, layer
         self.qkv = FusedLinear(dim, (dim, dim, dim))
         self.out = nn.Linear(dim, dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         B, T, D = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)  # (B, h, T, d)
         q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
-        y = causal_attention(q, k, v)
+        y = causal_attention(q, k, v) if cache is None else attention_after(q, *cache.extend(self.layer, k, v))
         out: Tensor = self.out(y.transpose(1, 2).reshape(B, T, D))
         return out
 
@@ -79,15 +80,15 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block: (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, dim: int, heads: int, hidden: int, norm_eps: float) -> None:
+    def __init__(self, dim: int, heads: int, hidden: int, norm_eps: float, layer: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.attention = Attention(dim, heads)
+        self.attention = Attention(dim, heads, layer)
         self.mlp_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.mlp = SwiGLU(dim, hidden)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, cache)
         x = x + self.mlp(self.mlp_norm(x))
         return x
 
@@ -133,7 +134,7 @@ class GPT(LanguageModel):
         self.checkpointed = checkpointed
         self.vocab_size, self.layers, self.dim, self.seq_len = vocab_size, layers, dim, seq_len
         self.embedding = nn.Embedding(vocab_size, dim)
-        self.blocks = nn.ModuleList(Block(dim, heads, hidden, norm_eps) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(dim, heads, hidden, norm_eps, i) for i in range(layers))
         self.norm = nn.RMSNorm(dim, eps=norm_eps)
         cos, sin = rotary_table(dim // heads, seq_len, rope_base)
         self.cos: Tensor
@@ -153,17 +154,18 @@ class GPT(LanguageModel):
             for out in (block.attention.out, block.mlp.out):
                 nn.init.normal_(out.weight, std=0.02 / math.sqrt(2 * self.layers))
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        T = inputs.shape[1]
-        assert self.seq_len >= T, f"input of {T} tokens, model.seq_len is {self.seq_len}"
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+        start = cache.length if cache is not None else 0
+        end = start + inputs.shape[1]
+        assert end <= self.seq_len, f"input of {end} tokens, model.seq_len is {self.seq_len}"
         x = self.embedding(inputs)  # (B, T, D)
-        cos, sin = self.cos[:T], self.sin[:T]
+        cos, sin = self.cos[start:end], self.sin[start:end]
         checkpointed = self.checkpointed if torch.is_grad_enabled() else 0
         for i, block in enumerate(self.blocks):
             if i < checkpointed:  # nothing is random: no generator's state to preserve
                 x = checkpoint(block, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, cos, sin)
+                x = block(x, cos, sin, cache)
         x = self.norm(x)
         if targets is None:
             return F.linear(x, self.embedding.weight)

@@ -2,6 +2,8 @@
 
 from torch import Tensor, nn
 
+from muown_train.models.kv_cache import KeyValueCache
+
 
 class LanguageModel(nn.Module):
     """A causal language model.
@@ -13,10 +15,11 @@ class LanguageModel(nn.Module):
     vocab_size: int  # rows of the embedding, at least the tokenizer's size
     seq_len: int  # longest input
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
         """Logits (B, T, vocab_size), or with targets (B, T) the summed cross-entropy in nats, a float32 scalar.
 
-        Targets of -100 do not count, as in torch's cross-entropy. T may be anything up to seq_len.
+        Targets of -100 do not count, as in torch's cross-entropy. With a cache the inputs continue what it has seen,
+        and are added to it. T, with what the cache has seen, may be anything up to seq_len.
         """
         raise NotImplementedError
 

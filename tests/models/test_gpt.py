@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from muown_train.models.generate import generate
 from muown_train.models.gpt import GPT, mlp_hidden_size
+from muown_train.models.kv_cache import KeyValueCache
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 # shared/paper/targets.yaml; they follow from the paper's description of the models
@@ -155,3 +156,13 @@ def test_generation_is_greedy_at_zero_temperature_and_slides_its_window():
         ids.append(int(model(torch.tensor([ids[-8:]]))[0, -1].argmax()))
     assert generate(model, [3, 4], 12, seq_len=8, temperature=0) == ids[2:]
     assert generate(model, [3], 9, 8, seed=1) == generate(model, [3], 9, 8, seed=1)
+
+
+@pytest.mark.parametrize("parts", [[1] * 20, [7, 1, 12], [20]])
+def test_a_cache_gives_the_logits_of_the_whole(parts):
+    model = small().eval()
+    ids = torch.randint(97, (2, 20))
+    cache = KeyValueCache()
+    with torch.no_grad():
+        logits = torch.cat([model(part, cache=cache) for part in ids.split(parts, dim=1)], dim=1)
+        torch.testing.assert_close(logits, model(ids), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,173 @@
+"""A run as others use it: the weights of one of its checkpoints on one device, its configuration and its tokenizer.
+
+Of a checkpoint only weights are read, whatever the number of ranks that wrote it, and nothing in the run's folder is
+changed: the run may still be training. A folder made by `write_run` is read in the same way.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from safetensors import safe_open
+from torch import Tensor
+
+from muown_train import checkpoint_files as files
+from muown_train import hardware
+from muown_train.build import make_model
+from muown_train.checkpoint import Checkpoints, ModelState
+from muown_train.data.tokenizer import TOKENIZER, HubTokenizer
+from muown_train.distributed import World
+from muown_train.files import replace
+from muown_train.models.language_model import LanguageModel
+from muown_train.top_level import TopLevel, top_level
+
+_MODEL = "model/"  # what the keys of weights in a checkpoint begin with
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A checkpoint of a run."""
+
+    folder: Path  # of the run
+    checkpoint: Path
+    step: int
+    config: dict[str, Any]  # resolved, as the run was trained with it
+    top: TopLevel  # its plain keys
+    data: dict[str, Any]  # facts about its data
+
+    def weights(self) -> dict[str, Tensor]:
+        """Weights by canonical name, on the CPU, as they were saved."""
+        return read_weights(self.checkpoint)
+
+    def model(self, device: torch.device | None = None) -> LanguageModel:
+        """The model with these weights, in evaluation mode, on `device` (the CPU)."""
+        model = make_model(self.config, self.top)
+        ModelState(model).load_state_dict(self.weights())
+        return model.to(device).eval()
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Forward passes in the run's precision, as on a device of this kind."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=hardware.wants_autocast(self.top.precision, device))
+
+    def tokenizer(self) -> HubTokenizer:
+        """The tokenizer of the run's data.
+
+        Raises:
+            ValueError: there is none, as with random data.
+        """
+        file = self.folder / TOKENIZER
+        try:
+            return HubTokenizer(str(self.data.get("tokenizer", file)), file.read_bytes())
+        except OSError as error:
+            raise ValueError(
+                f"{file} cannot be read ({error.strerror}): random data have no tokenizer; "
+                "to a run of an earlier version copy the file that it was trained with"
+            ) from error
+
+
+def open_run(path: str | Path, step: int | None = None) -> SavedRun:
+    """A checkpoint of a run.
+
+    Args:
+        path: the run's folder, or that of one checkpoint.
+        step: after which update; by default of the newest checkpoint that is whole.
+
+    Raises:
+        ValueError: there is none, the one asked for is damaged, or its configuration cannot be used. A configuration
+            may come from a stranger: it names what `factory.ALLOWED` lists, and nothing else.
+    """
+    checkpoint = find_checkpoint(Path(path), step)
+    index = files.read_index(checkpoint) or {}
+    about = index.get("about")
+    if not isinstance(about, dict) or not isinstance(about.get("config"), dict):
+        raise ValueError(f"{checkpoint} does not say what it is a checkpoint of: it was written by an earlier version")
+    folder = checkpoint.parent.parent
+    config = {**about["config"], "trust": []}
+    return SavedRun(folder, checkpoint, index["step"], config, top_level(config, folder.name), about.get("data", {}))
+
+
+def find_checkpoint(path: Path, step: int | None = None) -> Path:
+    """The folder of a whole checkpoint; see `open_run`."""
+    if (path / files.INDEX).exists() and files.newest_first(path.parent):
+        found = [path]
+    elif not path.is_dir():
+        raise ValueError(f"there is no folder {path}: give that of a run, such as runs/NAME")
+    else:
+        found = files.newest_first(path / "checkpoints")
+    if step is not None:
+        steps = [int(checkpoint.name[5:]) for checkpoint in found]
+        if step not in steps:
+            there = ", ".join(map(str, steps)) or "none"
+            raise ValueError(f"{path} has no checkpoint of step {step}; there are {there}")
+        found = [found[steps.index(step)]]
+    faults = []
+    for checkpoint in found:
+        try:
+            fault = files.fault(checkpoint)
+        except files.OtherFormat as error:
+            raise ValueError(str(error)) from None
+        if fault is None:
+            return checkpoint
+        faults.append(f"{checkpoint} is damaged: {fault}")
+    raise ValueError("; ".join(faults) or f"{path} has no checkpoint: it is no run's folder, or has not saved yet")
+
+
+def read_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """The weights of a whole checkpoint by canonical name; nothing else of it is read."""
+    weights = {}
+    for path in sorted(checkpoint.glob("rank-*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118, it is no mapping
+                if key.startswith(_MODEL):
+                    weights[key.removeprefix(_MODEL)] = file.get_tensor(key)
+    return weights
+
+
+class _Weights:
+    """Weights as `Checkpoints.save` takes them."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self.weights = dict(weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.weights
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        raise NotImplementedError("written only")
+
+
+def write_run(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    step: int,
+    data: Mapping[str, Any],
+    tokenizer: bytes | None,
+    origin: Mapping[str, Any],
+) -> None:
+    """A folder with one checkpoint of weights alone, for those who read runs; it cannot be trained on.
+
+    Args:
+        weights: by canonical name.
+        config: of the run that they come from, resolved; data: facts about its data.
+        tokenizer: content of its tokenizer.json.
+        origin: where the weights come from, in JSON: what manifest.json will hold.
+
+    Raises:
+        ValueError: the folder exists and is not empty.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} exists: give another folder, or remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    if tokenizer is not None:
+        replace(folder / TOKENIZER, tokenizer)
+    replace(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))).encode())
+    replace(folder / "manifest.json", (json.dumps(dict(origin), indent=1) + "\n").encode())
+    about = {"config": dict(config), "data": dict(data), "wandb_id": None}
+    here = World(0, 1, torch.device("cpu"))
+    Checkpoints(folder / "checkpoints", here, about=about).save(step, {"model": _Weights(weights)}, wait=True)
