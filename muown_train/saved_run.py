@@ -89,7 +89,8 @@ def open_run(path: str | Path, step: int | None = None) -> SavedRun:
         raise ValueError(f"{checkpoint} does not say what it is a checkpoint of: it was written by an earlier version")
     folder = checkpoint.parent.parent
     config = {**about["config"], "trust": []}
-    return SavedRun(folder, checkpoint, index["step"], config, top_level(config, folder.name), about.get("data", {}))
+    top = top_level(config, folder.resolve().name)  # `.` has a name too
+    return SavedRun(folder, checkpoint, index["step"], config, top, about.get("data", {}))
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:

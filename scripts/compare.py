@@ -60,6 +60,7 @@ def main() -> None:
             raise ValueError(faults[0])
         for fault in faults:
             print(f"passed over: {fault}", file=sys.stderr)
+        arguments.out.mkdir(parents=True, exist_ok=True)
         comparison = compare(runs)
         console = Console(width=None if sys.stdout.isatty() else 160)
         console.print(comparison.overview().rich())

@@ -50,9 +50,9 @@ def plot_losses(lines: Sequence[Line], path: Path, title: str, unigram: float | 
 def plot_comparison(groups: Sequence[Group], labels: Sequence[str], paths: Sequence[Path]) -> None:
     """Validation and training loss of settings against tokens and wall time, the legend beside.
 
-    Of a setting with several runs the thick line is the mean over those that did not diverge, as far as all of them
-    have come, and thin ones are their validation losses. A run that diverged is a thin line that ends in a cross, at
-    the frame's edge where it left the frame.
+    Of a setting with several runs the thick line is the mean over those that finished (or, where none has, over those
+    that did not diverge, as far as all of them have come), and thin ones are single runs. A run that diverged ends in a
+    cross, at the frame's edge where it left the frame.
 
     Args:
         labels: of the groups; those whose first words are the same have one colour.
@@ -108,35 +108,37 @@ def _draw(
     axes: "Axes", group: Group, curve: Curve, against: str, scale: float, look: dict[str, Any], single: bool
 ) -> None:
     plain = {key: value for key, value in look.items() if key != "marker"}
-    sound = _sound(group)
+    averaged = _averaged(group)
     for run in group.runs:
         x, y = curve(run, against)
-        if run not in sound or (single and len(sound) > 1):
+        if run not in averaged or (single and len(averaged) > 1):
             axes.plot(x / scale, y, linewidth=0.6, alpha=0.5, **plain)
-        if run not in sound and np.isfinite(y).any():
+        if run.state == "diverged" and np.isfinite(y).any():
             last = np.flatnonzero(np.isfinite(y))[-1]
             edge = axes.get_ylim()[1]
             axes.plot(x[last] / scale, min(y[last], edge), "x", color=look["color"], markersize=6, clip_on=False)
-    if sound:
-        x, y = mean_curve(sound, curve, against)
+    if averaged:
+        x, y = mean_curve(averaged, curve, against)
         # markers at tenths of the line tell lines apart without hiding them
         axes.plot(x / scale, y, linewidth=1.2, markevery=max(1, len(x) // 10), **look)
 
 
-def _sound(group: Group) -> list[RunRecord]:
-    return [run for run in group.runs if run.state != "diverged"]
+def _averaged(group: Group) -> Sequence[RunRecord]:
+    """The runs that a group's line is the mean of."""
+    return group.finished or [run for run in group.runs if run.state != "diverged"]
 
 
 def _frame(axes: "Axes", groups: Sequence[Group], curve: Curve) -> None:
-    """Frame what comes after the first updates, where the differences are; only if all diverged, those that did."""
-    seen = []
-    for runs in [sound for group in groups if (sound := _sound(group))] or [group.runs for group in groups]:
+    """Frame what comes after the first updates, where the differences are; all there is, where nothing comes after."""
+    late, all_of_them = [np.empty(0)], [np.empty(0)]
+    for runs in [found for group in groups if (found := _averaged(group))] or [group.runs for group in groups]:
         x, y = mean_curve(runs, curve, "step")
         planned = max(run.steps or run.step for run in runs)
-        late = y[x >= _EARLY * planned]
-        late = late if len(late) else y
-        seen.append(late[np.isfinite(late)])
-    values = np.concatenate(seen)
+        late.append(y[(x >= _EARLY * planned) & np.isfinite(y)])
+        all_of_them.append(y[np.isfinite(y)])
+    values = np.concatenate(late)
+    if not len(values):
+        values = np.concatenate(all_of_them)
     if len(values) and values.max() > values.min():
         room = 0.07 * (values.max() - values.min())
         axes.set_ylim(values.min() - room, values.max() + room)

@@ -137,7 +137,7 @@ def read_run(folder: str | Path) -> RunRecord:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise NoRun(f"there is no folder {folder}: give that of a run, such as runs/NAME")
+        raise NoRun(f"{folder} is no folder: give that of a run, such as runs/NAME")
     file = folder / "config.yaml"
     try:
         config = OmegaConf.to_container(OmegaConf.load(file))
