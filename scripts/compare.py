@@ -1,7 +1,7 @@
 """Runs side by side: `python scripts/compare.py runs/*`.
 
 Runs that differ in nothing but seed, name, place, tracking and time limit are one line, with mean and standard
-deviation. Prints final numbers and what differs in the configurations, and writes
+deviation. Prints final numbers (as many columns as fit) and what differs in the configurations, and writes
 
     compare.md    the same, and every run
     compare.csv   a line for each run, unrounded
@@ -63,9 +63,9 @@ def main() -> None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         comparison = compare(runs)
         console = Console(width=None if sys.stdout.isatty() else 160)
-        console.print(comparison.overview().rich())
+        console.print(comparison.overview().rich(console.width))
         if comparison.differing and len(comparison.groups) <= 6:
-            console.print(comparison.differences().rich())
+            console.print(comparison.differences().rich(console.width))
         for run in runs:
             if run.state != "finished":
                 print(f"{run.name}: {told(run)}")

@@ -42,7 +42,7 @@ class Comparison:
             "state",
         )
         rows = [self._line(label, group) for label, group in zip(self.labels, self.groups, strict=True)]
-        return Table("Final numbers", head, rows)
+        return Table("Final numbers", head, rows, ("training loss", "tokens", "largest lr", "tokens/s", "perplexity"))
 
     def _line(self, label: str, group: Group) -> list[str]:
         runs, finished = group.runs, group.finished

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from functools import reduce
 from pathlib import Path
-from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,8 +40,8 @@ def plot_losses(lines: Sequence[Line], path: Path, title: str, unigram: float | 
                 axes.plot(*zip(*points, strict=True), label=label, **look)
         if unigram is not None:
             axes.axhline(unigram, color="0.5", linewidth=0.8, linestyle="--", label="unigram model")
-        axes.set(ylabel=LOSS, title=title)
-        style.tokens_axis(axes)
+        axes.set(ylabel=LOSS, title=style.name(title, 80))
+        style.count_axis(axes, "tokens")
         axes.legend()
         style.save(figure, [path])
 
@@ -58,7 +57,7 @@ def plot_comparison(groups: Sequence[Group], labels: Sequence[str], paths: Seque
         labels: of the groups; those whose first words are the same have one colour.
         paths: a file for each format.
     """
-    entries = [fill(label, 34) for label in labels]
+    entries = [style.name(label, 34) for label in labels]
     looks = style.of_lines([label.split(" ")[0] for label in labels])
     height = max(5.2, 0.3 + 0.17 * sum(1 + entry.count("\n") for entry in entries))
     unit, unit_name = style.time_unit(max(run.last("time") or 0.0 for group in groups for run in group.runs))
@@ -73,10 +72,9 @@ def plot_comparison(groups: Sequence[Group], labels: Sequence[str], paths: Seque
             row[0].set_ylabel(f"{what} {LOSS}")
         axes[0, 0].set_title("against tokens")
         axes[0, 1].set_title("against time")
-        style.tokens_axis(axes[1, 0])
-        axes[1, 1].set_xlabel(f"{unit_name} of training, without evaluation and saving")
-        for column, against in zip(axes[1], ("tokens", "time"), strict=True):
-            _logarithmic_if_far_apart(column, groups, against)
+        style.count_axis(axes[1, 0], "tokens", _least(groups, "tokens", 1.0))
+        label = f"{unit_name} of training, without evaluation and saving"
+        style.count_axis(axes[1, 1], label, _least(groups, "time", unit))
         handles = [axes[0, 0].plot([], [], label=e, **look)[0] for e, look in zip(entries, looks, strict=True)]
         figure.legend(handles=handles, loc="outside right upper", handlelength=3.5)
         figure.supxlabel(caption(groups), x=0.01, ha="left", fontsize=6.5, color="0.35")
@@ -144,7 +142,7 @@ def _frame(axes: "Axes", groups: Sequence[Group], curve: Curve) -> None:
         axes.set_ylim(values.min() - room, values.max() + room)
 
 
-def _logarithmic_if_far_apart(axes: "Axes", groups: Sequence[Group], key: str) -> None:
-    ends = [end for group in groups for run in group.runs if run.state == "finished" and (end := run.last(key))]
-    if ends and max(ends) > _FAR_APART * min(ends):
-        axes.set_xscale("log")
+def _least(groups: Sequence[Group], key: str, scale: float) -> float | None:
+    """Where a logarithmic axis is to begin, if the runs that finished end far apart."""
+    ends = [end for group in groups for run in group.finished if (end := run.last(key))]
+    return _EARLY / 10 * min(ends) / scale if ends and max(ends) > _FAR_APART * min(ends) else None

@@ -6,6 +6,7 @@ The palette is that of Okabe and Ito (Color Universal Design, 2008) without its 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a run that only trains does not load matplotlib
@@ -35,7 +36,6 @@ _LOOK: dict[Any, Any] = {
     "grid.alpha": 0.25,
     "legend.frameon": False,
     "lines.markersize": 3.5,
-    "text.parse_math": False,  # names may have a $
     "pdf.fonttype": 42,  # letters stay letters, as journals ask
     "savefig.dpi": 200,
 }
@@ -76,12 +76,25 @@ def of_lines(families: Sequence[Any]) -> list[dict[str, Any]]:
     return looks
 
 
-def tokens_axis(axes: "Axes") -> None:
-    """The x axis counts tokens: 10M, 2.5B."""
-    from matplotlib.ticker import FuncFormatter
+def count_axis(axes: "Axes", label: str, least: float | None = None) -> None:
+    """The x axis counts something: 10M, 2.5B.
 
-    axes.set_xlabel("tokens")
+    Args:
+        least: where a logarithmic axis begins; None for a linear one.
+    """
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    if least is not None:
+        axes.set_xscale("log", nonpositive="mask")
+        axes.set_xlim(left=least)
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel(label)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))
+
+
+def name(text: str, width: int) -> str:
+    """A name of a run or a setting in a figure: as it is, in lines of so many characters."""
+    return fill(text, width).replace("$", r"\$")
 
 
 def amount(value: float) -> str:

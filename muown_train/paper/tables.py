@@ -21,6 +21,7 @@ class Table:
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
+    spare: Sequence[str] = ()  # columns that a narrow terminal does without, the first of them first
 
     def markdown(self) -> str:
         """A heading and the table."""
@@ -28,17 +29,22 @@ class Table:
         body = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
         return f"## {self.title}\n\n{body}\n"
 
-    def rich(self) -> "RichTable":
-        """For a terminal of any width: text folds, numbers do not."""
+    def rich(self, width: int) -> "RichTable":
+        """For a terminal of so many columns; where it is too narrow all the same text folds."""
         from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
 
+        widths = {name: max(len(row[i]) for row in (self.head, *self.rows)) + 3 for i, name in enumerate(self.head)}
+        for name in self.spare:
+            if sum(widths.values()) > width:
+                del widths[name]
         table = RichTable(title=Text(self.title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for i, name in enumerate(self.head):
+        for i, name in enumerate(widths):
             table.add_column(Text(name), justify="right" if i else "left", overflow="fold")
         for row in self.rows:
-            table.add_row(*map(Text, row))  # no markup: names have brackets
+            cells = dict(zip(self.head, row, strict=True))
+            table.add_row(*(Text(cells[name]) for name in widths))  # no markup: names have brackets
         return table
 
 

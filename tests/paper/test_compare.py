@@ -1,6 +1,7 @@
 """scripts/compare.py as a user meets it: the numbers in its tables, the lines in its figure, what cannot be."""
 
 import csv
+import io
 import os
 import runpy
 import statistics
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from muown_train.paper import curves, style
 from muown_train.paper.compare import compare, labels
@@ -104,6 +106,16 @@ def test_runs_without_an_evaluation_and_runs_in_progress(tmp_path):
     comparison.write(tmp_path / "out")
 
 
+@pytest.mark.parametrize("width", [60, 90, 160])
+def test_a_narrow_terminal_shows_fewer_columns_but_whole_numbers(runs, width):
+    table = compare([read_run(folder) for folder in sorted(runs.iterdir()) if "muown" in folder.name]).overview()
+    screen = io.StringIO()
+    Console(file=screen, width=width).print(table.rich(width))
+    said = screen.getvalue()
+    assert "3.1167 ± 0.1258" in said and max(map(len, said.splitlines())) <= width
+    assert ("perplexity" in said, "training loss" in said) == (width > 60, width > 90)
+
+
 def test_a_folder_twice_is_one_run_and_a_seed_twice_is_said(runs):
     again = [read_run(runs / name) for name in ("muown-0", "muown-1", "../runs/muown-0")]
     comparison = compare(again)
@@ -150,6 +162,23 @@ def test_the_figure_shows_the_numbers(runs, tmp_path, monkeypatch):
     assert (
         [text.get_text() for text in drawn[0].legends[0].get_texts()] == comparison.labels == ["Muown", "Muon", "AdamW"]
     )
+
+
+def test_budgets_far_apart_are_drawn_on_a_logarithmic_axis(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(style, "save", lambda figure, paths: (figure.canvas.draw(), drawn.append(figure)))
+    for name, steps in (("short", 5), ("long", 51), ("middle", 50)):
+        lines = [line(i, 3 + 1 / i, 3 + 1 / i) for i in range(1, steps + 1)]
+        write(tmp_path / name, lines, settings(tokens=f"{steps}$a$"))
+    short, middle, long = (read_run(tmp_path / name) for name in ("short", "middle", "long"))
+    for runs in ([short, long], [short, middle]):
+        comparison = compare(runs)
+        curves.plot_comparison(comparison.groups, comparison.labels, [])
+    scales = [axes.get_xscale() for figure in drawn for axes in figure.axes]
+    assert scales == ["log"] * 4 + ["linear"] * 4
+    ticks = [label.get_text() for label in drawn[0].axes[2].get_xticklabels()]
+    assert "1k" in ticks and not any("$" in tick for tick in ticks)
+    assert r"tokens=5\$a\$" in [text.get_text() for text in drawn[0].legends[0].get_texts()]
 
 
 def test_one_run_is_a_picture(tmp_path):
