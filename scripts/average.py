@@ -36,8 +36,8 @@ def main() -> None:
     if decay is not None and not 0 <= decay < 1:
         parser.error(f"--ema {decay:g} must be at least 0 and below 1, such as 0.9")
     with explained([]):
-        resolved = run.resolve()  # `.` has a name too
-        out = arguments.out or resolved.with_name(f"{resolved.name}-{'average' if decay is None else f'ema={decay:g}'}")
+        named = run if run.name not in ("", "..") else run.resolve()  # `.` has a name too
+        out = arguments.out or named.with_name(f"{named.name}-{'average' if decay is None else f'ema={decay:g}'}")
         check_name(out.name)
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ValueError(f"{out} exists: give another folder with --out, or remove it")

@@ -64,7 +64,7 @@ class Comparison:
     def differences(self) -> Table:
         """The settings that differ; those with the same values throughout share a line."""
         together: dict[tuple[str, ...], list[str]] = {}
-        for key, values in self.differing.items():
+        for key, values in sorted(self.differing.items(), key=lambda item: _importance(item[0])):
             together.setdefault(tuple(map(shown, values)), []).append(key)
         rows = [[", ".join(sorted(keys, key=len)), *values] for values, keys in together.items()]
         if len(self.groups) <= _SIDE_BY_SIDE:
