@@ -192,11 +192,12 @@ def known_keys(overrides: list[str]) -> list[str]:
     """Every key, dotted, of the configuration with the choices among these overrides."""
     groups = _groups()
     choices = [o for o in overrides if o.split("=")[0] in groups]
-    return list(_dotted(OmegaConf.to_container(composed(choices), resolve=False)))
+    return [key for key, _ in dotted(OmegaConf.to_container(composed(choices), resolve=False))]
 
 
-def _dotted(node: Any, prefix: str = "") -> Iterator[str]:
+def dotted(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key of nested mappings, dotted, with its value; of a mapping also those of its entries."""
     for key, value in node.items():
-        yield prefix + str(key)
+        yield prefix + str(key), value
         if isinstance(value, dict):
-            yield from _dotted(value, f"{prefix}{key}.")
+            yield from dotted(value, f"{prefix}{key}.")

@@ -187,28 +187,3 @@ def _encoded(line: Mapping[str, Any]) -> bytes:
         for key, value in line.items()
     }
     return (json.dumps(finite) + "\n").encode()
-
-
-def plot_losses(lines: Sequence[Line], path: Path, title: str, unigram: float | None = None) -> None:
-    """Training and validation loss against tokens, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    styles: tuple[tuple[str, str, dict[str, Any]], ...] = (
-        ("train/loss", "training", {"linewidth": 0.8, "color": "#0072B2", "alpha": 0.7}),
-        ("valid/loss", "validation", {"linewidth": 1.6, "color": "#D55E00", "marker": "o", "markersize": 3}),
-    )
-    for key, label, style in styles:
-        points = [(line["tokens"], line[key]) for line in lines if isinstance(line.get(key), float)]
-        if points:
-            axes.plot(*zip(*points, strict=True), label=label, **style)
-    if unigram is not None:
-        axes.axhline(unigram, color="0.5", linewidth=0.8, linestyle="--", label="unigram model")
-    axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=title)
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)

@@ -7,7 +7,8 @@ from typing import Any
 from muown_train.build import Run
 from muown_train.console import duration
 from muown_train.models.generate import generate
-from muown_train.records import Line, plot_losses
+from muown_train.paper.curves import plot_losses
+from muown_train.records import Line
 from muown_train.status import Outcome
 
 

@@ -5,9 +5,10 @@ changed: the run may still be training. A folder made by `write_run` is read in 
 """
 
 import json
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,8 @@ def open_run(path: str | Path, step: int | None = None) -> SavedRun:
         raise ValueError(f"{checkpoint} does not say what it is a checkpoint of: it was written by an earlier version")
     folder = checkpoint.parent.parent
     config = {**about["config"], "trust": []}
-    return SavedRun(folder, checkpoint, index["step"], config, top_level(config, folder.name), about.get("data", {}))
+    top = top_level(config, folder.resolve().name)  # `.` has a name too
+    return SavedRun(folder, checkpoint, index["step"], config, top, about.get("data", {}))
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:
@@ -119,13 +121,19 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     """The weights of a whole checkpoint by canonical name; nothing else of it is read."""
-    weights = {}
+    with ExitStack() as files_open:
+        return {name: read() for name, read in weight_readers(checkpoint, files_open).items()}
+
+
+def weight_readers(checkpoint: Path, files_open: ExitStack) -> dict[str, Callable[[], Tensor]]:
+    """What reads each weight of a whole checkpoint, by canonical name, until `files_open` is closed."""
+    readers: dict[str, Callable[[], Tensor]] = {}
     for path in sorted(checkpoint.glob("rank-*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118, it is no mapping
-                if key.startswith(_MODEL):
-                    weights[key.removeprefix(_MODEL)] = file.get_tensor(key)
-    return weights
+        file = files_open.enter_context(safe_open(path, "pt"))
+        for key in file.keys():  # noqa: SIM118, it is no mapping
+            if key.startswith(_MODEL):
+                readers[key.removeprefix(_MODEL)] = partial(file.get_tensor, key)
+    return readers
 
 
 class _Weights:

@@ -10,11 +10,13 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from muown_train.distributed import World
 from muown_train.files import replace
 from muown_train.records import Metrics
+
+if TYPE_CHECKING:  # tables of runs are made without torch
+    from muown_train.distributed import World
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def read_status(folder: Path) -> dict[str, Any]:
     return status if isinstance(status, dict) else {}
 
 
-def count_start(folder: Path, give_up_after: int, world: World) -> None:
+def count_start(folder: Path, give_up_after: int, world: "World") -> None:
     """Note that a run starts; a collective call. A start that follows a planned end does not count as a failure.
 
     Args:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from muown_train import records
 from muown_train.console import LiveConsole, PlainConsole, describe, duration, rate
-from muown_train.records import Metrics, plot_losses, read_metrics
+from muown_train.records import Metrics, read_metrics
 
 
 def some_lines(first: int, last: int) -> list[dict]:
@@ -286,9 +286,3 @@ def test_numbers_for_people():
     ]
     line = {"step": 7, "train/loss": 1.0, "train/lr": 0.004, "system/mfu": 0.5, "system/seconds_left": 61}
     assert describe(line, 10) == "step  7/10  loss 1.0000  lr 4.00e-03  MFU 50%  1m01s left"
-
-
-def test_the_plot_is_a_picture(tmp_path):
-    lines = [{"step": i, "tokens": i * 10, "train/loss": 2.0 / (i + 1), "valid/loss": 2.1} for i in range(5)]
-    plot_losses([*lines, {"step": 6, "tokens": 60, "train/loss": "nan"}], tmp_path / "loss.png", "x", 3.0)
-    assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,0 +1,119 @@
+"""How figures look: readable in print, in grey, and by those who see few colours.
+
+The palette is that of Okabe and Ito (Color Universal Design, 2008) without its yellow, which is lost on white.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a run that only trains does not load matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK = COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+)
+LINES = ("-", "--", "-.", ":")
+MARKERS = "osD^vPX"
+_LOOK: dict[Any, Any] = {
+    "font.size": 8,
+    "axes.titlesize": 9,
+    "axes.labelsize": 8,
+    "legend.fontsize": 7.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+    "lines.markersize": 3.5,
+    "pdf.fonttype": 42,  # letters stay letters, as journals ask
+    "savefig.dpi": 200,
+}
+
+
+@contextmanager
+def new_figure(width: float, height: float) -> Iterator["Figure"]:
+    """A figure of this size in inches, whose parts make room for one another; nothing global is changed."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_LOOK):
+        yield Figure(figsize=(width, height), layout="constrained")
+
+
+def of_lines(families: Sequence[Any]) -> list[dict[str, Any]]:
+    """Colour, line and marker of each line; no two look the same up to 28 lines.
+
+    Args:
+        families: of each line what it belongs to, such as an optimizer. A family has a colour if there are colours for
+            all of them; else every line has the next one.
+    """
+    order = list(dict.fromkeys(families))
+    looks = []
+    for index, family in enumerate(families):
+        if len(order) <= len(COLOURS):
+            colour, turn = order.index(family), list(families[:index]).count(family)
+            marker = colour + turn
+        else:
+            turn, colour = divmod(index, len(COLOURS))
+            marker = index + turn
+        look = {
+            "color": COLOURS[colour],
+            "linestyle": LINES[turn % len(LINES)],
+            "marker": MARKERS[marker % len(MARKERS)],
+        }
+        looks.append(look)
+    return looks
+
+
+def count_axis(axes: "Axes", label: str, least: float | None = None) -> None:
+    """The x axis counts something: 10M, 2.5B.
+
+    Args:
+        least: where a logarithmic axis begins; None for a linear one.
+    """
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    if least is not None:
+        axes.set_xscale("log", nonpositive="mask")
+        axes.set_xlim(left=least)
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel(label)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))
+
+
+def name(text: str, width: int) -> str:
+    """A name of a run or a setting in a figure: as it is, in lines of so many characters."""
+    return fill(text, width).replace("$", r"\$")
+
+
+def amount(value: float) -> str:
+    """500 -> "500", 2.5e6 -> "2.5M", 1e10 -> "10B"."""
+    for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            return f"{value / unit:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """The unit in which an axis up to so many seconds reads well: its seconds, its name."""
+    for unit, name in ((3600.0, "hours"), (60.0, "minutes")):
+        if seconds >= 2 * unit:
+            return unit, name
+    return 1.0, "seconds"
+
+
+def save(figure: "Figure", paths: Sequence[Path]) -> None:
+    """Write a figure in the formats of the paths' suffixes; the same figure gives the same bytes."""
+    for path in paths:
+        figure.savefig(path, metadata={"CreationDate": None} if path.suffix == ".pdf" else None)

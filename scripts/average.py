@@ -1,0 +1,70 @@
+"""The average of a run's checkpoints as a run of its own: `python scripts/average.py runs/NAME --last 5`.
+
+Only weights are averaged, in float64; each keeps its dtype. The result, RUN-average or RUN-ema=DECAY beside the run, is
+read by whatever reads runs (evaluate, sample, export) and cannot be trained on. A run keeps more than its two newest
+checkpoints with keep_every=N or keep_checkpoints=N.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from muown_train.__main__ import WRONG, explained, leave
+from muown_train.config import check_name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: leave(f"error: {message}; see --help", WRONG)  # type: ignore[method-assign]
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--steps", metavar="A,B,…", help="of the checkpoints to average (default: all there are)")
+    which.add_argument("--last", type=int, metavar="N", help="the newest N checkpoints")
+    parser.add_argument("--ema", type=float, metavar="DECAY", help="exponential moving average in their order: "
+                        "A = DECAY A + (1 - DECAY) W, beginning with the first (default: the mean)")  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the result; it must not exist, or be empty")
+    arguments = parser.parse_args()
+    run, decay = arguments.run, arguments.ema
+    steps = None
+    if arguments.steps is not None:
+        try:
+            steps = [int(step) for step in arguments.steps.split(",")]
+        except ValueError:
+            parser.error(f"--steps {arguments.steps} must be updates with commas between them, such as 100,200,300")
+    if arguments.last is not None and arguments.last < 2:
+        parser.error(f"--last {arguments.last} must be 2 or more")
+    if decay is not None and not 0 <= decay < 1:
+        parser.error(f"--ema {decay:g} must be at least 0 and below 1, such as 0.9")
+    with explained([]):
+        named = run if run.name not in ("", "..") else run.resolve()  # `.` has a name too
+        out = arguments.out or named.with_name(f"{named.name}-{'average' if decay is None else f'ema={decay:g}'}")
+        check_name(out.name)
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ValueError(f"{out} exists: give another folder with --out, or remove it")
+
+        from muown_train.averaging import averaged, chosen, coefficients
+        from muown_train.saved_run import open_run, write_run
+
+        checkpoints = chosen(run, steps, arguments.last)
+        shares = coefficients(len(checkpoints), decay)
+        saved = open_run(checkpoints[-1])
+        try:
+            tokenizer = saved.tokenizer().raw
+        except ValueError:  # random data have none
+            tokenizer = None
+        taken = [int(checkpoint.name[5:]) for checkpoint in checkpoints]
+        for step, share in zip(taken, shares, strict=True):
+            print(f"step {step:>{len(str(taken[-1]))}}  {share:.4f}")
+        weights = averaged(checkpoints, shares)
+        config = {**saved.config, "name": out.name, "out": str(out.parent)}
+        origin = {
+            "average_of": {"run": str(run), "steps": taken, "shares": shares, "ema": decay},
+            "parameters": sum(weight.numel() for weight in weights.values()),
+        }
+        write_run(out, weights, config, saved.step, saved.data, tokenizer, origin)
+    what = "mean" if decay is None else f"exponential moving average, decay {decay:g},"
+    print(f"{out}: {what} of {len(taken)} checkpoints, {origin['parameters']:,} parameters")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Runs side by side: `python scripts/compare.py runs/*`.
+
+Runs that differ in nothing but seed, name, place, tracking and time limit are one line, with mean and standard
+deviation. Prints final numbers (as many columns as fit) and what differs in the configurations, and writes
+
+    compare.md    the same, and every run
+    compare.csv   a line for each run, unrounded
+    compare.png   validation and training loss against tokens and time; compare.pdf
+
+Runs may still be training; nothing in their folders is changed. What is no run's folder is passed over.
+"""
+
+import argparse
+import glob
+import sys
+from pathlib import Path
+
+from muown_train.__main__ import WRONG, explained, leave
+
+
+def folders(words: list[str]) -> list[Path]:
+    """The paths that words name; one with * ? [ that is no path itself is a pattern.
+
+    Raises:
+        ValueError: nothing is there.
+    """
+    found = []
+    for word in words:
+        paths = [word] if Path(word).exists() else sorted(glob.glob(word))
+        if not paths:
+            raise ValueError(f"there is no folder {word}: give those of runs, such as runs/NAME or 'runs/*'")
+        found += map(Path, paths)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: leave(f"error: {message}; see --help", WRONG)  # type: ignore[method-assign]
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs, or patterns of them")
+    parser.add_argument("--out", type=Path, default=Path("compare"), metavar="DIR", help="(default compare)")
+    arguments = parser.parse_args()
+    with explained([]):
+        from rich.console import Console
+
+        from muown_train.paper.compare import compare, told
+        from muown_train.paper.runs import NoRun, read_run
+
+        runs, faults = [], []
+        for folder in folders(arguments.runs):
+            try:
+                run = read_run(folder)
+            except NoRun as error:
+                faults.append(str(error))
+                continue
+            if run.columns:
+                runs.append(run)
+            else:
+                faults.append(f"{folder} has no lines in metrics.jsonl: it has not begun, or is an average")
+        if not runs:
+            raise ValueError(faults[0])
+        for fault in faults:
+            print(f"passed over: {fault}", file=sys.stderr)
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        comparison = compare(runs)
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        console.print(comparison.overview().rich(console.width))
+        if comparison.differing and len(comparison.groups) <= 6:
+            console.print(comparison.differences().rich(console.width))
+        for run in runs:
+            if run.state != "finished":
+                print(f"{run.name}: {told(run)}")
+        print("\n".join(comparison.notes()))
+        written = comparison.write(arguments.out)
+    print(f"{arguments.out}: {', '.join(path.name for path in written)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

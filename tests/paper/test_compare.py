@@ -1,0 +1,234 @@
+"""scripts/compare.py as a user meets it: the numbers in its tables, the lines in its figure, what cannot be."""
+
+import csv
+import io
+import os
+import runpy
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from muown_train.paper import curves, style
+from muown_train.paper.compare import compare, labels
+from muown_train.paper.runs import grouped, read_run
+from muown_train.paper.tables import Table, csv_text, mean_and_deviation, spanned, with_deviation
+from tests.paper.folders import line, settings, write
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compare.py"
+
+
+def call(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *words], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+
+
+def ending_in(valid: float, training: float = 3.0) -> list[dict]:
+    """Lines of four updates, each at 200 tokens/s."""
+    lines = [line(0, valid=9.0), *(line(i, training) for i in (1, 2, 3))]
+    return [*lines, line(4, training, valid, **{"system/tokens_per_second": 200.0})]
+
+
+def called(monkeypatch, cwd: Path, *words: str) -> object:
+    """Exit status of the command in this process."""
+    monkeypatch.chdir(cwd)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return ended.value.code
+
+
+@pytest.fixture
+def runs(tmp_path) -> Path:
+    """Muown with three seeds; Muon finished, diverged, and going on; AdamW that diverged."""
+    folder = tmp_path / "runs"
+    for seed, valid in enumerate((3.1, 3.25, 3.0)):
+        write(folder / f"muown-{seed}", ending_in(valid), settings(seed))
+    muon = {"_target_": "muown_train.optim.Muon", "lr": 0.02}
+    write(folder / "muon-0", ending_in(3.5), settings(0, **muon))
+    write(folder / "muon-1", ending_in(8.0)[:3], settings(1, **muon), "diverged", reason="too [bold]high[/bold]")
+    write(folder / "muon-2", ending_in(8.0)[:2], settings(2, **muon), "running")
+    write(folder / "adamw", ending_in(8.0)[:3], settings(0, _target_="torch.optim.AdamW"), "diverged")
+    return folder
+
+
+def cells(text: str, label: str) -> list[str]:
+    """Of the first line of a Markdown table that begins with this label."""
+    found = next(row for row in text.splitlines() if row.startswith(f"| {label} |"))
+    return [cell.strip() for cell in found.strip("|").split("|")]
+
+
+def test_numbers_of_settings_and_runs(runs, tmp_path):
+    done = call(tmp_path, "runs/*")
+    assert done.returncode == 0 and not done.stderr
+    assert sorted(path.name for path in (tmp_path / "compare").iterdir()) == [
+        "compare.csv",
+        "compare.md",
+        "compare.pdf",
+        "compare.png",
+    ]
+    text = (tmp_path / "compare" / "compare.md").read_text()
+    finals = [3.1, 3.25, 3.0]
+    mean, deviation = statistics.mean(finals), statistics.stdev(finals)
+    loss, perplexity = f"{mean:.4f} ± {deviation:.4f}", f"{2 * mean:.2f} ± {2 * deviation:.2f}"
+    training = "3.0000 ± 0.0000"
+    assert cells(text, "Muown") == ["Muown", "3", loss, perplexity, training, "4", "400", "200", "0.01", "finished"]
+    state = "1 finished, 1 diverged, 1 running"
+    assert cells(text, "Muon")[:7] == ["Muon", "1 of 3", "3.5000", "7.00", "3.0000", "1 to 4", "100 to 400"]
+    assert cells(text, "Muon")[-1] == state
+    assert cells(text, "AdamW")[1:4] == ["1", "diverged", "diverged"] and cells(text, "AdamW")[-1] == "diverged"
+    assert cells(text, "optim.lr") == ["optim.lr", "0.01", "0.02", "0.01"]
+    assert "diverged, 2 of 4 updates: too [bold]high[/bold]" in text and "running or cut off, 1 of 4 updates" in text
+    assert "which leaves out 2 diverged, 1 running" in text
+    assert loss in done.stdout and state in done.stdout and "too [bold]high[/bold]" in done.stdout
+
+    with (tmp_path / "compare" / "compare.csv").open() as file:
+        rows = {Path(row["run"]).name: row for row in csv.DictReader(file)}
+    assert len(rows) == 7
+    assert float(rows["muown-1"]["valid_loss"]) == 3.25 and rows["muown-1"]["optim._target_"].endswith("Muown")
+    assert rows["muon-1"]["state"] == "diverged" and float(rows["muon-1"]["valid_after_update"]) == 0
+    assert rows["muon-2"]["tokens_per_second"] == ""
+
+
+def test_runs_without_an_evaluation_and_runs_in_progress(tmp_path):
+    write(tmp_path / "a", [line(1, 4.0), line(2, 3.0)], settings(0), "stopped", reason="SIGTERM")
+    write(tmp_path / "b", ending_in(3.3)[:2], settings(0, lr=0.5), "running")
+    comparison = compare([read_run(tmp_path / name) for name in "ab"])
+    shown = {row[0]: row for row in comparison.overview().rows}
+    assert shown["lr=0.01"][1:5] == ["1", "—", "—", "—"] and shown["lr=0.5"][2:4] == ["9.0000 so far", "18.00 so far"]
+    assert [row[3:5] for row in comparison.runs().rows] == [["—", "—"], ["9.0000", "0"]]
+    comparison.write(tmp_path / "out")
+
+
+@pytest.mark.parametrize("width", [60, 90, 160])
+def test_a_narrow_terminal_shows_fewer_columns_but_whole_numbers(runs, width):
+    table = compare([read_run(folder) for folder in sorted(runs.iterdir()) if "muown" in folder.name]).overview()
+    screen = io.StringIO()
+    Console(file=screen, width=width).print(table.rich(width))
+    said = screen.getvalue()
+    assert "3.1167 ± 0.1258" in said and max(map(len, said.splitlines())) <= width
+    assert ("perplexity" in said, "training loss" in said) == (width > 60, width > 90)
+
+
+def test_a_folder_twice_is_one_run_and_a_seed_twice_is_said(runs):
+    again = [read_run(runs / name) for name in ("muown-0", "muown-1", "../runs/muown-0")]
+    comparison = compare(again)
+    assert comparison.overview().rows[0][1] == "2" and comparison.labels == ["muown-0"]
+    assert not any("several runs" in note for note in comparison.notes())
+    twin = read_run(write(runs / "twin", ending_in(3.0), settings(1)))
+    assert any("several runs of seed 1" in note for note in compare([*again, twin]).notes())
+
+
+def test_labels_are_the_fewest_keys_that_tell_apart(tmp_path):
+    grid = [(name, lr) for name in ("Muon", "Muown") for lr in (0.1, 0.2)]
+    runs = [
+        read_run(write(tmp_path / f"{name}{lr}", [line(1)], settings(_target_=f"x.{name}", lr=lr, rest={"lr": lr})))
+        for name, lr in grid
+    ]
+    assert labels(grouped(runs)) == [f"{name} lr={lr}" for name, lr in grid]
+    assert labels(grouped(runs[:2])) == ["lr=0.1", "lr=0.2"]
+    assert labels(grouped(runs[1:3])) == ["Muon", "Muown"]
+    many = [read_run(write(tmp_path / f"m{i}", [line(1)], settings(lr=i))) for i in range(9)]
+    table = compare(many).differences()
+    assert table.head == ["setting", "optim.lr"] and len(table.rows) == 9
+
+
+def test_the_mean_of_curves_is_over_common_steps(tmp_path):
+    short = [line(0, valid=5.0), line(2, 1.0, 4.0, time=7.0)]
+    long = [line(0, valid=3.0), line(1, 1.0, 9.0), line(2, 1.0, 1.0, time=9.0), line(3, 1.0, 0.5)]
+    runs = [read_run(write(tmp_path / str(i), lines, settings(i))) for i, lines in enumerate((short, long))]
+    curve = curves._CURVES["validation"]
+    assert [of.tolist() for of in curves.mean_curve(runs, curve, "time")] == [[0, 8.0], [4.0, 2.5]]
+    assert [of.tolist() for of in curves.mean_curve(runs, curve, "tokens")] == [[0, 200], [4.0, 2.5]]
+
+
+def test_the_figure_shows_the_numbers(runs, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(style, "save", lambda figure, paths: drawn.append(figure))
+    comparison = compare([read_run(folder) for folder in sorted(runs.iterdir())])
+    curves.plot_comparison(comparison.groups, comparison.labels, [])
+    valid, _, training, _ = drawn[0].axes
+    means = [each for each in valid.lines if each.get_linewidth() > 1 and len(each.get_xdata())]
+    assert [each.get_ydata()[-1] for each in means[:1]] == [pytest.approx(np.mean([3.1, 3.25, 3.0]))]
+    assert valid.get_ylim()[1] < 8 and training.get_xlabel() == "tokens"
+    crosses = [each for each in valid.lines if each.get_marker() == "x"]
+    assert len(crosses) == 2 and all(each.get_ydata()[0] == valid.get_ylim()[1] for each in crosses)
+    assert (
+        [text.get_text() for text in drawn[0].legends[0].get_texts()] == comparison.labels == ["Muown", "Muon", "AdamW"]
+    )
+
+
+def test_budgets_far_apart_are_drawn_on_a_logarithmic_axis(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(style, "save", lambda figure, paths: (figure.canvas.draw(), drawn.append(figure)))
+    for name, steps in (("short", 5), ("long", 51), ("middle", 50)):
+        lines = [line(i, 3 + 1 / i, 3 + 1 / i) for i in range(1, steps + 1)]
+        write(tmp_path / name, lines, settings(tokens=f"{steps}$a$"))
+    short, middle, long = (read_run(tmp_path / name) for name in ("short", "middle", "long"))
+    for runs in ([short, long], [short, middle]):
+        comparison = compare(runs)
+        curves.plot_comparison(comparison.groups, comparison.labels, [])
+    scales = [axes.get_xscale() for figure in drawn for axes in figure.axes]
+    assert scales == ["log"] * 4 + ["linear"] * 4
+    ticks = [label.get_text() for label in drawn[0].axes[2].get_xticklabels()]
+    assert "1k" in ticks and not any("$" in tick for tick in ticks)
+    assert r"tokens=5\$a\$" in [text.get_text() for text in drawn[0].legends[0].get_texts()]
+
+
+def test_one_run_is_a_picture(tmp_path):
+    lines = [{"step": i, "tokens": i * 10, "train/loss": 2.0 / (i + 1), "valid/loss": 2.1} for i in range(5)]
+    curves.plot_losses([*lines, {"step": 6, "tokens": 60, "train/loss": "nan"}], tmp_path / "loss.png", "$x", 3.0)
+    assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_lines_look_different():
+    for families in (range(28), [i % 7 for i in range(28)], ["a"] * 20):
+        looks = [tuple(look.values()) for look in style.of_lines(list(families))]
+        assert len(set(looks)) == len(looks)
+    assert len({look["color"] for look in style.of_lines(["a", "b", "a"])}) == 2
+
+
+def test_cells():
+    assert mean_and_deviation([1.0, 2.0, 4.0]) == pytest.approx((7 / 3, statistics.stdev([1.0, 2.0, 4.0])))
+    assert [with_deviation(values, 2) for values in ([], [1.005e3], [1.0, 2.0])] == ["—", "1005.00", "1.50 ± 0.71"]
+    assert [spanned(values, ",d") for values in ([], [None, 5], [1000, 7])] == ["—", "5", "7 to 1,000"]
+    assert Table("T", ["a", "b"], [["x|y", "1"]]).markdown() == "## T\n\n| a | b |\n| --- | ---: |\n| x\\|y | 1 |\n"
+    assert csv_text([{"a": 'x,"y"', "b": None}]) == 'a,b\n"x,""y""",\n'
+    assert [style.amount(n) for n in (0, 500, 79872, 2.5e6, 1e10)] == ["0", "500", "79.9k", "2.5M", "10B"]
+    assert [style.time_unit(s)[1] for s in (30, 300, 8000)] == ["seconds", "minutes", "hours"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the following arguments are required: RUN; see --help"),
+        (["nothing"], "there is no folder nothing"),
+        (["no*"], "there is no folder no*: give those of runs, such as runs/NAME or 'runs/*'"),
+        (["runs"], "runs is no run's folder, it has no config.yaml: did you mean runs/*?"),
+        (["empty"], "empty has no lines in metrics.jsonl"),
+        (["runs/*", "--ouy", "x"], "unrecognized arguments: --ouy x; see --help"),
+        (["runs/*", "--out", "file"], "file: File exists"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_one_sentence(runs, tmp_path, monkeypatch, capsys, words, message):
+    (tmp_path / "file").write_text("")
+    write(tmp_path / "empty", [line(1)], settings())
+    (tmp_path / "empty" / "metrics.jsonl").write_text("")
+    assert called(monkeypatch, tmp_path, *words) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: ") and message in said.err and said.err.count("\n") == 1
+    assert not said.out
+
+
+def test_what_is_no_run_is_passed_over(runs, tmp_path, monkeypatch, capsys):
+    (runs / "notes.txt").write_text("")
+    assert called(monkeypatch, tmp_path, "runs/*", "--out", "here") is None
+    assert "passed over: runs/notes.txt is no folder" in capsys.readouterr().err
+    assert (tmp_path / "here" / "compare.png").read_bytes()[:4] == b"\x89PNG"

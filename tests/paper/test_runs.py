@@ -1,0 +1,91 @@
+"""Runs read without torch: what there is of them, half-written or not; runs of one setting; means over neighbours."""
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from muown_train.paper.runs import ABSENT, NoRun, differing, grouped, moving_mean, read_run
+from tests.paper.folders import line, settings, write
+from tests.runs import trained
+
+
+def test_a_run_that_was_trained(corpus, tmp_path):
+    run = read_run(trained(corpus, tmp_path).folder)
+    written = [json.loads(text) for text in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [(each["tokens"], each["valid/loss"]) for each in written if "valid/loss" in each]
+    assert [*zip(*run.series("valid/loss", "tokens"), strict=True)] == evaluated and len(evaluated) == 4
+    assert (run.state, run.step, run.steps, run.seed) == ("finished", 12, 12, 0)
+    assert run.largest_lr == max(each["train/lr"] for each in written[1:])
+    speeds = [each["system/tokens_per_second"] for each in written if "system/tokens_per_second" in each]
+    assert run.tokens_per_second == statistics.median(speeds)
+    assert run.settings["optim.lr"] == 0.004 and run.settings["data (content)"]
+    assert not {"seed", "name", "out", "cache", "tracking"} & set(run.settings)
+    assert run.device.startswith("1 x ")
+
+
+def test_broken_lines_and_numbers_that_are_none(tmp_path):
+    lines = [line(0, valid=5.0), line(1, 4.0), line(2, "nan"), line(3, 2.0), line(3, 1.0), line(4, valid="nan")]
+    folder = write(tmp_path / "run", [*lines, line(5, loss=7.0)], settings())
+    path = folder / "metrics.jsonl"
+    whole = path.read_bytes().replace(b'"train/loss": 4.0', b'"train/loss": "four"')
+    path.write_bytes(b"\0\xff\n[1]\n" + whole[:-9])  # the last line is cut off
+    run = read_run(folder)
+    assert run.step == 4
+    steps, losses = run.series("train/loss")
+    assert steps.tolist() == [2, 3] and math.isnan(losses[0]) and losses[1] == 1.0
+    assert run.training_loss == 1.0 and run.smoothed_training_loss()[1].tolist() == [1.0]
+    assert run.series("valid/loss", "tokens")[0].tolist() == [0, 400] and math.isnan(run.last("valid/loss"))
+    assert [len(of) for of in run.series("no/such", "tokens")] == [0, 0]
+
+
+def test_a_folder_that_says_little(tmp_path):
+    folder = write(tmp_path / "run", [line(1, 4.0)], settings(), state=None)
+    (folder / "manifest.json").write_text("{")
+    (folder / "metrics.jsonl").unlink()
+    run = read_run(folder)
+    assert (run.state, run.step, run.steps, run.device) == ("unknown", 0, None, None)
+    assert run.training_loss is run.largest_lr is run.tokens_per_second is run.last("valid/loss") is None
+
+
+def test_what_is_no_run(tmp_path):
+    write(tmp_path / "runs" / "a", [line(1)], settings())
+    with pytest.raises(NoRun, match="nothing is no folder"):
+        read_run(tmp_path / "nothing")
+    with pytest.raises(NoRun, match=r"runs is no run's folder, it has no config.yaml: did you mean .*runs/\*\?"):
+        read_run(tmp_path / "runs")
+    for text in ("a: [", "- 1\n", "a: ${b\n", "\tx"):
+        (tmp_path / "config.yaml").write_text(text)
+        with pytest.raises(NoRun, match=r"config.yaml"):
+            read_run(tmp_path)
+
+
+def test_runs_of_one_setting(tmp_path):
+    configs = [settings(11), settings(2), settings(0, lr=0.02), {**settings(3), "time_limit": 9, "tracking": {"a": 1}}]
+    runs = [read_run(write(tmp_path / str(i), [line(1)], config)) for i, config in enumerate(configs)]
+    groups = grouped(runs)
+    assert [[run.seed for run in group.runs] for group in groups] == [[2, 3, 11], [0]]
+    assert differing(groups) == {"optim.lr": [0.01, 0.02]}
+    (tmp_path / "1" / "manifest.json").write_text('{"data": {"content": "another text"}}')
+    groups = grouped([read_run(tmp_path / "0"), read_run(tmp_path / "1")])
+    assert differing(groups) == {"data (content)": ["the text", "another text"]}
+    groups = grouped([*runs[:1], read_run(write(tmp_path / "x", [line(1)], settings(0, betas=None, momentum=1)))])
+    facts = {"optim.betas": [[0.9, 0.95], None], "optim.momentum": [ABSENT, 1]}
+    assert {key: differing(groups)[key] for key in facts} == facts
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 8, 50])
+def test_means_over_neighbours(window):
+    values = np.random.default_rng(0).normal(size=20)
+    before = (window - 1) // 2
+    expected = [np.mean(values[max(0, i - before) : i - before + window]) for i in range(20)]
+    assert moving_mean(values, window) == pytest.approx(expected, abs=1e-12)
+
+
+def test_torch_is_not_loaded():
+    program = "import sys, muown_train.paper.compare, muown_train.paper.runs; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"

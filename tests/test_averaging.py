@@ -1,0 +1,157 @@
+"""Averages of checkpoints: against sums by hand, dtypes kept, and scripts/average.py as a user meets it."""
+
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from muown_train.averaging import averaged, chosen, coefficients
+from muown_train.saved_run import open_run, write_run
+from tests.runs import trained
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "average.py"
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory) -> Path:
+    """A run that kept the checkpoints of 4, 8 and 12 updates."""
+    return trained(corpus, tmp_path_factory.mktemp("runs"), "keep_checkpoints=3").folder
+
+
+def call(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *words], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+
+
+def called(monkeypatch, *words: str) -> object:
+    """Exit status of the command in this process."""
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return ended.value.code
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return open_run(run, step).weights()
+
+
+def test_the_mean(run):
+    checkpoints = chosen(run)
+    assert [path.name for path in checkpoints] == ["step-00000004", "step-00000008", "step-00000012"]
+    result = averaged(checkpoints, coefficients(3))
+    parts = [weights(run, step) for step in (4, 8, 12)]
+    assert result.keys() == parts[0].keys()
+    for name, weight in result.items():
+        expected = torch.stack([part[name].double() for part in parts]).mean(0).float()
+        torch.testing.assert_close(weight, expected, rtol=2e-7, atol=0)
+        assert not torch.equal(weight, parts[-1][name])
+
+
+def test_the_moving_average(run):
+    result = averaged(chosen(run), coefficients(3, 0.75))
+    parts = [weights(run, step) for step in (4, 8, 12)]
+    for name, weight in result.items():
+        moving = parts[0][name].double()
+        for part in parts[1:]:
+            moving = 0.75 * moving + 0.25 * part[name].double()
+        torch.testing.assert_close(weight, moving.float(), rtol=2e-7, atol=0)
+
+
+def test_shares_sum_to_one():
+    assert coefficients(4) == [0.25] * 4
+    assert coefficients(3, 0.0) == [0.0, 0.0, 1.0]
+    assert coefficients(3, 0.9) == pytest.approx([0.81, 0.09, 0.1])
+    assert sum(coefficients(50, 0.97)) == pytest.approx(1, abs=1e-12)
+
+
+def written(run: Path, folder: Path, steps: dict[int, dict[str, torch.Tensor]]) -> Path:
+    """A run's folder with one checkpoint for each step."""
+    saved = open_run(run)
+    for step, of in steps.items():
+        part = folder.with_name(f"{folder.name}-{step}")
+        write_run(part, of, saved.config, step, saved.data, None, {})
+        shutil.copytree(part, folder, dirs_exist_ok=True)
+    return folder
+
+
+def test_a_dtype_is_kept_and_sums_are_not_rounded_to_it(run, tmp_path):
+    values = [1.0, 2**-8, 2**-8, 2**-8, 2**-8]  # each is lost where 1 is added to it in bfloat16
+    steps = {i: {"w": torch.tensor([value], dtype=torch.bfloat16)} for i, value in enumerate(values, 1)}
+    folder = written(run, tmp_path / "low", steps)
+    result = averaged(chosen(folder), [1.0] * 5)["w"]
+    assert result.dtype == torch.bfloat16 and result.item() == 1 + 2**-6
+    only = averaged(chosen(folder, last=2), [1.0] * 2)["w"]
+    assert only.item() == 2**-7
+
+
+def test_two_models_do_not_mix(run, tmp_path):
+    shapes = written(run, tmp_path / "shapes", {1: {"w": torch.zeros(2, 3)}, 2: {"w": torch.zeros(3, 2)}})
+    with pytest.raises(ValueError, match=r"w has shape \(2, 3\) in .*step-00000001 and \(3, 2\) in .*step-00000002"):
+        averaged(chosen(shapes), coefficients(2))
+    names = written(run, tmp_path / "names", {1: {"w": torch.zeros(2)}, 2: {"v": torch.zeros(2)}})
+    with pytest.raises(ValueError, match=r"v is not in both .*step-00000001 and .*step-00000002"):
+        averaged(chosen(names), coefficients(2))
+
+
+def test_a_damaged_checkpoint_is_not_averaged(run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    file = folder / "checkpoints" / "step-00000008" / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="step-00000008 is damaged"):
+        chosen(folder)
+    assert len(chosen(folder, [4, 12])) == 2
+
+
+def test_the_command_writes_a_run(run, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    done = call(tmp_path, "run", "--ema", "0.5", "--steps", "12,4")
+    assert done.returncode == 0, done.stderr
+    assert "step  4  0.5000" in done.stdout and "step 12  0.5000" in done.stdout
+    saved = open_run(tmp_path / "run-ema=0.5")
+    assert saved.step == 12 and saved.tokenizer().fingerprint == open_run(run).tokenizer().fingerprint
+    first, last = weights(run, 4), weights(run, 12)
+    model = dict(saved.model().named_parameters())
+    for name, weight in model.items():
+        torch.testing.assert_close(weight.data, (first[name] + last[name]) / 2)
+    origin = json.loads((tmp_path / "run-ema=0.5" / "manifest.json").read_text())["average_of"]
+    assert origin == {"run": "run", "steps": [4, 12], "shares": [0.5, 0.5], "ema": 0.5}
+    monkeypatch.chdir(folder)
+    assert called(monkeypatch, ".", "--last", "2") is None
+    assert open_run(tmp_path / "run-average").step == 12
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothing"], "there is no folder nothing"),
+        (["run", "--steps", "4"], "--steps 4 must name two or more"),
+        (["run", "--steps", "4,5"], "has no checkpoint of step 5; there are 12, 8, 4"),
+        (["run", "--steps", "4,x"], "--steps 4,x must be updates with commas between them"),
+        (["run", "--last", "1"], "--last 1 must be 2 or more"),
+        (["run", "--last", "4"], "has the checkpoints of 4, 8, 12 updates, and an average takes 4 or more"),
+        (["run", "--last", "2", "--steps", "4,8"], "--steps: not allowed with argument --last"),
+        (["run", "--ema", "1"], "--ema 1 must be at least 0 and below 1"),
+        (["run", "--out", "run"], "run exists: give another folder with --out, or remove it"),
+        (["run", "--out", "a name"], "name='a name' must be a plain folder name"),
+        (["one"], "has the checkpoints of 12 updates, and an average takes 2 or more: a run keeps"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_one_sentence(run, tmp_path, monkeypatch, capsys, words, message):
+    (tmp_path / "run").symlink_to(run)
+    saved = open_run(run)
+    write_run(tmp_path / "one", saved.weights(), saved.config, 12, saved.data, None, {})
+    monkeypatch.chdir(tmp_path)
+    assert called(monkeypatch, *words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and message in said and said.count("\n") == 1
