@@ -100,7 +100,7 @@ def together(scores: Mapping[str, Score]) -> Score:
 
 
 def difference(score: Score, other: Score) -> dict[str, Any] | None:
-    """By how much the loss of `score` is above that of `other`, in nats per token of the same blocks, in JSON; None where blocks differ.
+    """By how much the loss of `score` is above that of `other` in nats per token, in JSON; None if blocks differ.
 
     What is hard or easy in a block is so for both: the interval of the difference is far narrower than theirs.
     """

@@ -18,7 +18,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +135,14 @@ def result(path: str, saved: SavedRun, scoring: Scoring, device: torch.device, c
         "text_hash": scoring.digest,
         "all": together(scoring.scores).numbers(),
         "sources": {} if list(scoring.scores) == [ALL] else sources,
-        "minus_first": None,
     }
+
+
+def add_differences(found: dict[str, Any], scores: Mapping[str, Score], first: Mapping[str, Score]) -> None:
+    """Add to the numbers of a result by how much its loss is above that of the first run, on the same rows."""
+    found["all"]["minus_first"] = difference(together(scores), together(first))
+    for source, numbers in found["sources"].items():
+        numbers["minus_first"] = difference(scores[source], first[source])
 
 
 def table(results: Sequence[dict[str, Any]], labels: Sequence[str]) -> list[str]:
@@ -144,12 +150,14 @@ def table(results: Sequence[dict[str, Any]], labels: Sequence[str]) -> list[str]
     for found, label in zip(results, labels, strict=False):  # fewer results where interrupted
         label += "" if found["complete"] else " (a part)"
         for source, numbers in ({ALL: found["all"]} | found["sources"]).items():
-            minus = around(found["minus_first"], "loss", "+") if source == ALL and found["minus_first"] else ""
-            rows.append([label, source, f"{numbers['tokens']:,}", *cells(numbers), minus])
-    by_source = any(found["sources"] for found in results)
-    used = [0, *[1] * by_source, 2, 3, 4, 5, *[6] * any(found["minus_first"] for found in results)]
+            minus = numbers.get("minus_first")
+            rows.append(
+                [label, source, f"{numbers['tokens']:,}", *cells(numbers), around(minus, "loss", "+") if minus else ""]
+            )
+    used = [k for k in range(7) if k not in (1, 6) or any(row[k] not in ("", ALL) for row in rows[1:])]
     widths = {k: max(len(row[k]) for row in rows) for k in used}
-    return ["  ".join(row[k].rjust(widths[k]) if k >= 2 else row[k].ljust(widths[k]) for k in used) for row in rows]
+    lines = ("  ".join(row[k].rjust(widths[k]) if k >= 2 else row[k].ljust(widths[k]) for k in used) for row in rows)
+    return [line.rstrip() for line in lines]
 
 
 def around(numbers: dict[str, Any], key: str, sign: str = "") -> str:
@@ -227,17 +235,16 @@ def evaluate(
         labels = [f"{saved.folder} @{saved.step}" for saved in saved_runs]
     own.setdefault("micro_batch", min(saved.top.micro_batch for saved in saved_runs))  # blocks are alike
     results: list[dict[str, Any]] = []
-    first: Score | None = None
+    first: Scoring | None = None
     complete = True
     for run, saved, label in zip(runs, saved_runs, labels, strict=True):
         scoring = prepared(saved, saved.model(device), text, **own)
         complete = evaluated(label, scoring, saved, device)
         if any(score.losses for score in scoring.scores.values()):
             results.append(result(run, saved, scoring, device, complete))
-            overall = together(scoring.scores)
-            if first and results[-1]["text_hash"] == results[0]["text_hash"]:
-                results[-1]["minus_first"] = difference(overall, first)
-            first = first or overall
+            if first and scoring.digest == first.digest:
+                add_differences(results[-1], scoring.scores, first.scores)
+            first = first or scoring
         if not complete:
             break
     if results:

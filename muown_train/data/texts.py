@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,17 @@ def _of_files(
     if not (valid or train):
         raise ValueError("data.valid is not set: give the files as a glob, such as data.valid='texts/**/*.txt'")
     paths = expand(valid, "data.valid") if valid else expand(train, "data.train")
-    count = f"{paths[0]}" if len(paths) == 1 else f"{len(paths)} files"
-    one = label is None and not 1 < len(paths) <= MOST_FILES
-    return Text(count, lambda: ((text, ALL if one else of) for text, of in read_labelled(paths, text, label)))
+    if label is None and 1 < len(paths) <= MOST_FILES:
+        names = _short(paths)
+        return Text(f"{len(paths)} files", lambda: ((text, names[path]) for text, path in read_labelled(paths, text)))
+    name = str(paths[0]) if len(paths) == 1 else f"{len(paths)} files"
+    return Text(name, lambda: ((text, of if label else ALL) for text, of in read_labelled(paths, text, label)))
+
+
+def _short(paths: Sequence[Path]) -> dict[str, str]:
+    """Names without what all begin with."""
+    parent = os.path.commonpath([path.parent for path in paths])
+    return {str(path): os.path.relpath(path, parent) for path in paths}
 
 
 def _decoded(ids: np.ndarray, tokenizer: Tokenizer) -> Iterator[str]:
