@@ -103,18 +103,14 @@ class Progress:
             print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 
 
-def evaluated(label: str, scoring: Scoring, saved: SavedRun, device: torch.device) -> bool:
-    """Evaluate all, or until Ctrl-C; whether all."""
+def evaluate_all(label: str, scoring: Scoring, saved: SavedRun, device: torch.device) -> None:
     progress = Progress(label, scoring.tokens)
     try:
         with saved.autocast(device):
             for done in scoring.blocks(device):
                 progress.show(done)
-    except KeyboardInterrupt:
-        return False
     finally:
         progress.end()
-    return True
 
 
 def result(path: str, saved: SavedRun, scoring: Scoring, device: torch.device, complete: bool) -> dict[str, Any]:
@@ -178,8 +174,8 @@ def notes(results: Sequence[dict[str, Any]], own_text: bool) -> list[str]:
     blocks = alternatives(found["all"]["blocks"] for found in results)
     lengths = alternatives(found["seq_len"] for found in results)
     found = [
-        f"± and to: 95 % intervals (1.96 standard errors) by the spread over {blocks} blocks of rows, taken as "
-        f"independent; none below {FEWEST}.",
+        f"± and to: 95 % intervals (1.96 standard errors) from the spread over {blocks} blocks of rows, taken "
+        f"as independent; none from fewer than {FEWEST}.",
         f"Rows of {lengths} tokens; none sees what lies before it.",
     ]
     if len({each["tokenizer_hash"] for each in results}) > 1:
@@ -218,8 +214,11 @@ def main() -> None:
             saved_runs = [saved.with_precision(arguments.precision) for saved in saved_runs]
         if arguments.json and not arguments.json.parent.is_dir():
             raise ValueError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
-        text = chosen_text(data, own, arguments.source)
-        evaluate(runs, saved_runs, text, own, device, arguments.json)
+        try:
+            text = chosen_text(data, own, arguments.source)
+            evaluate(runs, saved_runs, text, own, device, arguments.json)
+        except KeyboardInterrupt:
+            leave("interrupted before there was a result", INTERRUPTED)
 
 
 def evaluate(
@@ -236,11 +235,16 @@ def evaluate(
     own.setdefault("micro_batch", min(saved.top.micro_batch for saved in saved_runs))  # blocks are alike
     results: list[dict[str, Any]] = []
     first: Scoring | None = None
-    complete = True
+    complete = False
     for run, saved, label in zip(runs, saved_runs, labels, strict=True):
-        scoring = prepared(saved, saved.model(device), text, **own)
-        complete = evaluated(label, scoring, saved, device)
-        if any(score.losses for score in scoring.scores.values()):
+        scoring = None
+        try:
+            scoring = prepared(saved, saved.model(device), text, **own)
+            evaluate_all(label, scoring, saved, device)
+            complete = True
+        except KeyboardInterrupt:
+            complete = False
+        if scoring and any(score.losses for score in scoring.scores.values()):
             results.append(result(run, saved, scoring, device, complete))
             if first and scoring.digest == first.digest:
                 add_differences(results[-1], scoring.scores, first.scores)
@@ -248,12 +252,12 @@ def evaluate(
         if not complete:
             break
     if results:
-        print(f"text: {text.name if text else 'validation text of each run'}")
+        print(f"text: {text.name if text else 'held out in training'}")
         print("\n".join([*table(results, labels), "", *notes(results, text is None)]))
         if file:
             replace(file, (json.dumps({"text": text and text.name, "runs": results}, indent=1) + "\n").encode())
     if not complete:
-        leave(f"interrupted in {label}" + ", of which the table has a part" * bool(results), INTERRUPTED)
+        leave(f"interrupted in {label}" + ", the table has what was done" * bool(results), INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -189,7 +189,7 @@ def test_interrupted_it_shows_what_there_is(run, evaluate, monkeypatch, capsys, 
     with pytest.raises(SystemExit) as stopped:
         evaluate(run.folder)
     said = capsys.readouterr()
-    assert stopped.value.code == 130 and "interrupted in seed=0 @12, of which the table has a part" in said.err
+    assert stopped.value.code == 130 and "interrupted in seed=0 @12, the table has what was done" in said.err
     assert "seed=0 @12 (a part)     384 " in said.out
     [found] = json.loads((tmp_path / "results.json").read_text())["runs"]
     assert not found["complete"] and found["all"]["blocks"] == 12
