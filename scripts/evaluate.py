@@ -145,7 +145,7 @@ def table(results: Sequence[dict[str, Any]], labels: Sequence[str]) -> list[str]
     rows = [["run", "source", "tokens", "loss", "perplexity", "bits per byte", "loss minus the first's"]]
     for found, label in zip(results, labels, strict=False):  # fewer results where interrupted
         label += "" if found["complete"] else " (a part)"
-        for source, numbers in ({ALL: found["all"]} | found["sources"]).items():
+        for source, numbers in [(ALL, found["all"]), *found["sources"].items()]:
             minus = numbers.get("minus_first")
             rows.append(
                 [label, source, f"{numbers['tokens']:,}", *cells(numbers), around(minus, "loss", "+") if minus else ""]

@@ -69,14 +69,14 @@ def _of_files(
     paths = expand(valid, "data.valid") if valid else expand(train, "data.train")
     if label is None and 1 < len(paths) <= MOST_FILES:
         names = _short(paths)
-        return Text(f"{len(paths)} files", lambda: ((text, names[path]) for text, path in read_labelled(paths, text)))
+        return Text(f"{len(paths)} files", lambda: ((one, names[of]) for one, of in read_labelled(paths, text)))
     name = str(paths[0]) if len(paths) == 1 else f"{len(paths)} files"
-    return Text(name, lambda: ((text, of if label else ALL) for text, of in read_labelled(paths, text, label)))
+    return Text(name, lambda: ((one, of if label else ALL) for one, of in read_labelled(paths, text, label)))
 
 
 def _short(paths: Sequence[Path]) -> dict[str, str]:
     """Names without what all begin with."""
-    parent = os.path.commonpath([path.parent for path in paths])
+    parent = os.path.commonpath([path.absolute().parent for path in paths])
     return {str(path): os.path.relpath(path, parent) for path in paths}
 
 
