@@ -50,3 +50,11 @@ def evaluate(
     model.train()
     loss, count = world.sum(total).tolist()
     return loss / count, int(count)
+
+
+@torch.no_grad()
+def block_losses(model: nn.Module, rows: Tensor, block: int, device: torch.device) -> Iterator[float]:
+    """Summed loss in nats of every `block` rows, as they come; the model is in evaluation mode."""
+    for chunk in torch.split(rows, block):
+        chunk = chunk.to(device)
+        yield model(chunk[:, :-1].clamp(min=0), chunk[:, 1:]).item()

@@ -58,6 +58,20 @@ def gpu(name: str) -> Gpu:
     raise ValueError(f"there is no device {name}{nearest(name, GPUS)}; there are {', '.join(GPUS)}")
 
 
+def usable_device(name: str | None) -> torch.device:
+    """The device of that name, such as cpu or cuda:1; by default a GPU if there is one, and else the CPU.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        raise ValueError(f"device {name} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
 def device_name(device: torch.device) -> str:
     """A name for people: of the GPU, or of the processor."""
     if device.type == "cuda":

@@ -4,6 +4,7 @@ Of a checkpoint only weights are read, whatever the number of ranks that wrote i
 changed: the run may still be training. A folder made by `write_run` is read in the same way.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -54,6 +55,10 @@ class SavedRun:
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """Forward passes in the run's precision, as on a device of this kind."""
         return torch.autocast(device.type, torch.bfloat16, enabled=hardware.wants_autocast(self.top.precision, device))
+
+    def with_precision(self, precision: str) -> "SavedRun":
+        """The same in another precision: auto, bfloat16 or float32."""
+        return dataclasses.replace(self, top=dataclasses.replace(self.top, precision=precision))
 
     def tokenizer(self) -> HubTokenizer:
         """The tokenizer of the run's data.

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 T = TypeVar("T")
+Labelled = tuple[str, str | None]  # a document and its label, if there is one
+Reader = Callable[[Path, str, str | None], Iterator[Labelled]]
 
 PARQUET_BATCH = 256  # documents read at once
 
@@ -48,10 +50,18 @@ def read_documents(paths: Sequence[Path], text: str = "text") -> Iterator[str]:
 
     Raises ValueError naming the file (in .jsonl the line too) and why it cannot be read.
     """
+    return (document for document, _ in read_labelled(paths, text))
+
+
+def read_labelled(paths: Sequence[Path], text: str = "text", label: str | None = None) -> Iterator[tuple[str, str]]:
+    """Documents as of `read_documents`, each with what its key or column `label` holds.
+
+    Without `label`, and in .txt files, that is the file's path.
+    """
     for path in paths:
         try:
-            for document in _reader(path)(path, text):
-                yield well_formed(document)
+            for document, value in _reader(path)(path, text, label):
+                yield well_formed(document), str(path) if value is None else value
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
         except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
@@ -83,11 +93,11 @@ def well_formed(text: str) -> str:
     return text
 
 
-def _read_txt(path: Path, text: str) -> Iterator[str]:
-    yield path.read_bytes().decode("utf-8-sig")
+def _read_txt(path: Path, text: str, label: str | None) -> Iterator[Labelled]:
+    yield path.read_bytes().decode("utf-8-sig"), None
 
 
-def _read_jsonl(path: Path, text: str) -> Iterator[str]:
+def _read_jsonl(path: Path, text: str, label: str | None) -> Iterator[Labelled]:
     with _open(path) as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -104,11 +114,13 @@ def _read_jsonl(path: Path, text: str) -> Iterator[str]:
             value = record[text]
             if value is not None and not isinstance(value, str):
                 raise ValueError(f"{path} line {number}: {text!r} is a {type(value).__name__}, not text")
+            if label is not None and label not in record:
+                raise ValueError(f"{path} line {number} has no key {label!r}, only {', '.join(record)}")
             if value is not None:
-                yield value
+                yield value, None if label is None else str(record[label])
 
 
-def _read_parquet(path: Path, text: str) -> Iterator[str]:
+def _read_parquet(path: Path, text: str, label: str | None) -> Iterator[Labelled]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -120,8 +132,14 @@ def _read_parquet(path: Path, text: str) -> Iterator[str]:
             kind = file.schema_arrow.field(text).type
             if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
                 raise ValueError(f"{path}: column {text!r} holds {kind}, not text")
-            for batch in file.iter_batches(batch_size=PARQUET_BATCH, columns=[text]):
-                yield from (value for value in batch.column(0).to_pylist() if value is not None)
+            if label is not None and label not in names:
+                raise ValueError(f"{path} has no column {label!r}; its columns: {', '.join(names)}")
+            for batch in file.iter_batches(
+                batch_size=PARQUET_BATCH, columns=[text] if label is None else [text, label]
+            ):
+                values = batch.column(text).to_pylist()
+                labels = [None] * len(values) if label is None else map(str, batch.column(label).to_pylist())
+                yield from ((value, of) for value, of in zip(values, labels, strict=True) if value is not None)
     except pa.ArrowException as error:
         raise ValueError(f"cannot read {path}: {error}") from error
 
@@ -139,7 +157,7 @@ def _open(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-_READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
+_READERS: dict[str, Reader] = {
     ".txt": _read_txt,
     ".jsonl": _read_jsonl,
     ".jsonl.gz": _read_jsonl,
@@ -149,7 +167,7 @@ _READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
 }
 
 
-def _reader(path: Path) -> Callable[[Path, str], Iterator[str]]:
+def _reader(path: Path) -> Reader:
     for ending, reader in _READERS.items():
         if path.name.endswith(ending):
             return reader

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from muown_train.data.documents import expand, read_documents, well_formed
+from muown_train.data.documents import expand, read_documents, read_labelled, well_formed
 
 TEXTS = ["one", "", "drei\r\nvier ü \U0001f600", "nul \x00 and bell \x07", "x" * 100_000]
 
@@ -117,3 +117,23 @@ def test_globs_that_cannot_be_meant(tmp_path):
         expand(str(tmp_path))
     with pytest.raises(ValueError, match=r"data\.train must be a glob or a list of globs, but holds 5"):
         expand([5])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_labels(tmp_path, name):
+    path = tmp_path / name
+    records = [{"text": "a", "dump": "x"}, {"text": None, "dump": "y"}, {"text": "c", "dump": 7}]
+    if name.endswith("jsonl"):
+        path.write_text("\n".join(map(json.dumps, records)))
+        expected = [("a", "x"), ("c", "7")]
+    else:
+        pq.write_table(pa.table({"dump": ["x", "y", "z"], "text": ["a", None, "c"]}), path)
+        expected = [("a", "x"), ("c", "z")]
+    (tmp_path / "b.txt").write_text("d")
+    assert list(read_labelled([path, tmp_path / "b.txt"], "text", "dump")) == [
+        *expected,
+        ("d", str(tmp_path / "b.txt")),
+    ]
+    assert list(read_labelled([path]))[1] == ("c", str(path))
+    with pytest.raises(ValueError, match=r"has no (key|column) 'source'"):
+        list(read_labelled([path], "text", "source"))

@@ -1,0 +1,125 @@
+"""Texts to evaluate on: the same documents for every run, which each encodes by its own tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from muown_train.data import sources
+from muown_train.data.byte_bpe import byte_alphabet
+from muown_train.data.corpus import with_ids
+from muown_train.data.documents import expand, read_labelled
+from muown_train.data.sources import TrainingData
+from muown_train.data.tokenizer import Tokenizer, token_dtype
+from muown_train.factory import factory
+
+FROM_RUN = ["seq_len", "seed", "valid_tokens", "cache", "vocab_size", "progress"]  # arguments of every data target
+MOST_FILES = 20  # that are sources of their own
+ALL = "all"  # the source of documents that are told apart by nothing
+
+
+@dataclass(frozen=True)
+class Text:
+    """Documents with the source of each."""
+
+    name: str  # for people
+    documents: Callable[[], Iterator[tuple[str, str]]]  # pairs (document, source), the same at every call
+
+
+def text_of(data: Mapping[str, Any], label: str | None, valid_tokens: int, cache: Path) -> Text:
+    """The text of a data configuration.
+
+    Of data=files it is that of `data.valid`, or else all of `data.train`; of others what they hold out, `valid_tokens`
+    of their own tokenizer.
+
+    Args:
+        data: the section of a resolved configuration.
+        label: key or column whose value is the source of a document. Without it each of up to 20 files is one.
+
+    Raises:
+        ValueError: what the configuration cannot be; see `factory` and `data/sources.py`.
+    """
+    target = factory(data, "data", FROM_RUN)
+    if target.func is sources.files:
+        return _of_files(label, **target.keywords)
+    if label is not None:
+        raise ValueError(f"--source {label} is of .jsonl and .parquet files: give data=files with data.valid=GLOB")
+    from_run = {"seq_len": 1, "seed": 0, "valid_tokens": valid_tokens, "cache": cache, "vocab_size": 2**31}
+    held_out: TrainingData = target(**from_run)
+    name = str(held_out.facts["data"])
+    if held_out.tokenizer.raw is None:
+        raise ValueError(f"data={name} has no text to evaluate on")
+    documents = list(_decoded(held_out.valid, held_out.tokenizer))
+    return Text(f"held-out text of {name}", lambda: ((document, ALL) for document in documents))
+
+
+def _of_files(
+    label: str | None, train: Any = None, valid: Any = None, tokenizer: Any = None, text: str = "text"
+) -> Text:
+    if tokenizer:
+        raise ValueError(f"data.tokenizer={tokenizer}: each run reads the text by its own tokenizer")
+    if not (valid or train):
+        raise ValueError("data.valid is not set: give the files as a glob, such as data.valid='texts/**/*.txt'")
+    paths = expand(valid, "data.valid") if valid else expand(train, "data.train")
+    if label is None and 1 < len(paths) <= MOST_FILES:
+        names = _short(paths)
+        return Text(f"{len(paths)} files", lambda: ((one, names[of]) for one, of in read_labelled(paths, text)))
+    name = str(paths[0]) if len(paths) == 1 else f"{len(paths)} files"
+    return Text(name, lambda: ((one, of if label else ALL) for one, of in read_labelled(paths, text, label)))
+
+
+def _short(paths: Sequence[Path]) -> dict[str, str]:
+    """Names without what all begin with."""
+    parent = os.path.commonpath([path.absolute().parent for path in paths])
+    return {str(path): os.path.relpath(path, parent) for path in paths}
+
+
+def _decoded(ids: np.ndarray, tokenizer: Tokenizer) -> Iterator[str]:
+    """Documents of ids in which each ends with end-of-text; half a character at the end is left out."""
+    ends = np.flatnonzero(ids == tokenizer.end_of_text)
+    for document in np.split(ids, ends + 1):
+        whole = len(document) > 0 and document[-1] == tokenizer.end_of_text
+        text = tokenizer.decode((document[:-1] if whole else document).tolist())
+        yield text if whole else text.rstrip("\ufffd")
+
+
+def encoded(text: Text, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
+    """Ids of each source, 1-D uint16 or uint32: end-of-text, then its documents, each with end-of-text at its end.
+
+    So every token of the documents is a target, as in the middle of training data.
+    """
+    begin = np.array([tokenizer.end_of_text], dtype=token_dtype(tokenizer.size))
+    parts: dict[str, list[np.ndarray]] = {}
+    for _, source, ids in with_ids(text.documents(), tokenizer):
+        parts.setdefault(source, [begin]).append(ids)
+    if not parts:
+        raise ValueError(f"{text.name}: there is no text to evaluate on")
+    return {source: np.concatenate(ids) for source, ids in sorted(parts.items())}
+
+
+def token_bytes(tokenizer: Tokenizer) -> np.ndarray | None:
+    """Bytes of text (V,) int64 that each id of a byte-level BPE stands for; None where that is not known.
+
+    End-of-text is no text: 0.
+    """
+    config = json.loads(tokenizer.raw) if tokenizer.raw else {}
+    decoder = config.get("decoder") or {}
+    if "ByteLevel" not in [part.get("type") for part in (decoder, *decoder.get("decoders", ()))]:
+        return None
+    letters = byte_alphabet()
+    sizes = np.zeros(tokenizer.size, dtype=np.int64)
+    added = {token["id"]: len(token["content"].encode()) for token in config.get("added_tokens", ())}
+    for token, i in config["model"]["vocab"].items():
+        if i not in added and not all(letter in letters for letter in token):
+            return None
+        sizes[i] = len(token)
+    for i, size in added.items():
+        sizes[i] = size
+    sizes[tokenizer.end_of_text] = 0
+    return sizes

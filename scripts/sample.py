@@ -1,0 +1,103 @@
+"""Text from a trained model, as it is made: `python scripts/sample.py RUN "prompt"`.
+
+The text goes to standard output, all else to standard error. A prompt is read as it stands; without one the model
+begins a document. A sample ends with the document, or after --tokens. The model reads the rows that it was trained on:
+once one is full it starts anew from the last half of it.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+from muown_train import hardware
+from muown_train.__main__ import INTERRUPTED, WRONG, explained, leave
+from muown_train.console import rate
+from muown_train.data.tokenizer import HubTokenizer
+from muown_train.models.generate import Sampling, pieces, stream
+from muown_train.saved_run import open_run
+
+
+def until(end: int, ids: Iterator[int], made: list[int]) -> Iterator[int]:
+    """Ids before `end`; all that came, it too, are added to `made`."""
+    for new in ids:
+        made.append(new)
+        if new == end:
+            return
+        yield new
+
+
+def shown(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def arguments_of(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: leave(f"error: {message}; see --help", WRONG)  # type: ignore[method-assign]
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or that of one of its checkpoints")
+    parser.add_argument("prompt", nargs="?", default="", help="what the text begins with; - reads standard input")
+    parser.add_argument("--tokens", type=int, default=200, help="of a sample at most (default 200)")
+    parser.add_argument("--count", type=int, default=1, help="samples (default 1)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
+    parser.add_argument("--top-k", type=int, help="draw from so many of the likeliest tokens (default all)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="draw from the fewest likeliest that have this probability (default 1)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the first sample; the next one's is 1 more (default 0)")
+    parser.add_argument("--step", type=int, help="the checkpoint after so many updates (default the newest)")
+    parser.add_argument("--precision", help="auto, bfloat16 or float32 (default the run's)")
+    parser.add_argument("--device", help="such as cpu or cuda:1 (default a GPU if there is one)")
+    arguments = parser.parse_args(words)
+    for name in ("tokens", "count"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} {getattr(arguments, name)} must be 1 or more")
+    if not 0 <= arguments.seed < 2**63:
+        parser.error(f"--seed {arguments.seed} must be from 0 to 2^63 - 1")
+    return arguments
+
+
+def sample(arguments: argparse.Namespace) -> None:
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    device = hardware.usable_device(arguments.device)
+    saved = open_run(arguments.run, arguments.step)
+    if arguments.precision:
+        saved = saved.with_precision(arguments.precision)
+    tokenizer = saved.tokenizer()
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    model = saved.model(device)
+    for seed in range(arguments.seed, arguments.seed + arguments.count):
+        if arguments.count > 1:
+            shown(f"--- seed {seed} ---\n")
+        shown(prompt)
+        ids = prompt_ids(tokenizer, prompt)
+        made: list[int] = []
+        begun = time.monotonic()
+        with saved.autocast(device):
+            new = stream(model, ids, arguments.tokens, saved.top.seq_len, sampling, seed, tokenizer.size)
+            for piece in pieces(tokenizer.decode, until(tokenizer.end_of_text, new, made), ids if prompt else ()):
+                shown(piece)
+        ended = ", the document's end" * (made[-1] == tokenizer.end_of_text)
+        shown("\n")
+        speed = len(made) / (time.monotonic() - begun)
+        print(f"[{len(made)} tokens{ended}, {rate(speed)}]", file=sys.stderr, flush=True)
+
+
+def prompt_ids(tokenizer: HubTokenizer, prompt: str) -> list[int]:
+    """Ids to go on from; those of no prompt are the beginning of a document."""
+    return tokenizer.encode_batch([prompt])[0].tolist() if prompt else [tokenizer.end_of_text]
+
+
+def main() -> None:
+    arguments = arguments_of(sys.argv[1:])
+    with explained([]):
+        try:
+            sample(arguments)
+        except KeyboardInterrupt:
+            leave("\ninterrupted", INTERRUPTED)
+        except BrokenPipeError:  # who reads has had enough, as head does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    main()

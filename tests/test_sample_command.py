@@ -1,0 +1,97 @@
+"""scripts/sample.py as a user meets it."""
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from muown_train.models.generate import generate
+from muown_train.saved_run import open_run, write_run
+from tests.runs import trained
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory):
+    return trained(corpus, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture
+def sample(monkeypatch, capsys):
+    def call(*words) -> str:
+        monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, words)])
+        monkeypatch.syspath_prepend(str(SCRIPTS))
+        import sample
+
+        sample.main()
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_the_prompt_goes_on_greedily(run, sample):
+    saved = open_run(run.folder)
+    tokenizer = saved.tokenizer()
+    ids = tokenizer.encode_batch(["The kaban"])[0].tolist()
+    text = tokenizer.decode(ids + generate(saved.model(), ids, 50, 32, temperature=0))
+    assert "<|endoftext|>" not in text
+    assert sample(run.folder, "The kaban", "--temperature", 0, "--tokens", 50) == f"{text}\n"
+
+
+def test_seeds_reproduce_and_samples_count_them_up(run, sample):
+    words = (run.folder, "The", "--tokens", 20, "--top-k", 50, "--top-p", 0.9)
+    both = sample(*words, "--count", 2, "--seed", 6)
+    alone = [sample(*words, "--seed", seed) for seed in (6, 7)]
+    assert alone[0] != alone[1]
+    assert both == f"--- seed 6 ---\n{alone[0]}--- seed 7 ---\n{alone[1]}"
+
+
+def test_an_earlier_checkpoint_and_standard_input(run, sample, monkeypatch):
+    words = ("--temperature", 0, "--tokens", 10)
+    earlier = sample(open_run(run.folder, step=8).checkpoint, "The kaban", *words)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("The kaban"))
+    assert sample(run.folder, "-", "--step", 8, *words) == earlier
+
+
+def test_a_document_ends_where_the_model_ends_it(run, sample, monkeypatch):
+    import muown_train.models.generate as module
+
+    end = open_run(run.folder).tokenizer().end_of_text
+    drawn = iter([10, 11, end, 12])
+    monkeypatch.setattr(module.torch, "multinomial", lambda *_, **__: next(drawn))
+    text = sample(run.folder)
+    assert text == open_run(run.folder).tokenizer().decode([10, 11]) + "\n"
+    assert next(drawn) == 12
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "there is no folder nowhere: give that of a run"),
+        ([], "the following arguments are required: RUN"),
+        (["RUN", "--temperature", "-1"], "temperature -1.0 must be a number of at least 0"),
+        (["RUN", "--top-p", "2"], "top-p 2.0 must be above 0 and at most 1"),
+        (["RUN", "--top-k", "0"], "top-k 0 must be at least 1"),
+        (["RUN", "--tokens", "0"], "--tokens 0 must be 1 or more"),
+        (["RUN", "--seed", "-1"], "--seed -1 must be from 0 to 2^63 - 1"),
+        (["RUN", "--step", "5"], "has no checkpoint of step 5; there are 12, 8"),
+        (["RUN", "--device", "gpu"], "device gpu cannot be used"),
+        (["RUN", "--precision", "fp8"], "precision='fp8' must be auto, bfloat16 or float32"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_one_sentence(run, sample, capsys, words, message):
+    with pytest.raises(SystemExit) as stopped:
+        sample(*(run.folder if word == "RUN" else word for word in words))
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and message in said and said.startswith("error: ") and said.count("\n") == 1
+
+
+def test_without_a_tokenizer_there_is_no_text(run, tmp_path, sample, capsys):
+    saved = open_run(run.folder)
+    write_run(tmp_path / "random", saved.weights(), saved.config, 1, saved.data, None, {})
+    with pytest.raises(SystemExit):
+        sample(tmp_path / "random", "The")
+    assert "random data have no tokenizer" in capsys.readouterr().err
