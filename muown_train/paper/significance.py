@@ -55,8 +55,8 @@ def read_run(folder: Path) -> FinishedRun:
     Raises:
         ValueError: it is none, or its files cannot be read.
     """
-    if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}: give that of a run, such as runs/NAME")
+    if not (folder / "status.json").exists():
+        raise ValueError(f"{folder} is no run's folder: give those that training wrote, such as runs/NAME")
     try:
         status = json.loads((folder / "status.json").read_text())
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from omegaconf import OmegaConf
 
 from muown_train.build import make_model, make_optimizer, make_schedule
 from muown_train.distributed import World
@@ -162,10 +163,8 @@ def test_impossible_sizes(changes, part):
 
 def made(experiment: str, *overrides: str):
     """What the experiment's file makes, with a model of the benchmark's shape but a small width."""
-    import omegaconf
-
     config = configured(f"experiment={experiment}", "model.dim=64", "model.heads=1", "model.vocab_size=64", *overrides)
-    resolved = omegaconf.OmegaConf.to_container(config, resolve=True)
+    resolved = OmegaConf.to_container(config, resolve=True)
     top = top_level(resolved, "run")
     model = make_model(resolved, top)
     return top, model, make_optimizer(resolved, model), make_schedule(resolved, top, model)
@@ -237,6 +236,20 @@ def test_50_updates_learn_and_an_interrupted_run_ends_the_same(experiment, corpu
     assert open_run(whole.folder).weights()["embedding.weight"].dtype == torch.bfloat16
     state = whole.trainer.optimizer.state[whole.model.embedding.weight]
     assert state["exp_avg"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("optim", ["adamw", "lion", "soap", "muon", "normuon"])
+def test_other_optimizers_take_the_bfloat16_embedding_too_and_gradients_can_be_clipped(optim, corpus, tmp_path):
+    run = trained(corpus, tmp_path, "model=track3", f"optim={optim}", *TINY, "tokens=1024", "grad_clip=0.1")
+    before = small(vocab_size=4096, layers=2, dim=32, heads=2).embedding.weight
+    after = run.model.embedding.weight
+    assert after.dtype == torch.bfloat16 and after.isfinite().all() and not torch.equal(after, before)
+    assert metrics(run.folder)[-1]["valid/loss"] < math.log(4096)
+
+
+def test_a_plain_muown_says_what_it_needs_for_the_rows_of_zeros(corpus, tmp_path):
+    with pytest.raises(ValueError, match=r"blocks.0.attention.out.weight'?: 32 of 32 rows are zero.*zero_rows=0.57"):
+        built(corpus, tmp_path, "model=track3", "optim=muown", *TINY)
 
 
 def test_row_norms_follow_the_schedule_of_their_pattern(corpus, tmp_path):
