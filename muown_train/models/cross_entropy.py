@@ -85,18 +85,14 @@ def _forward(
         part, wanted = x[start : start + rows], targets[start : start + rows, None]
         counts = wanted != IGNORE
         wanted = wanted.where(counts, 0)
-        logits = F.linear(part, weight, bias)  # (n, V)
-        slope = None
-        if softcap is not None:
-            z = logits.float()
-            s = softcap * (z.square() + softcap * softcap).rsqrt()
-            logits, slope = z * s, s**3  # the cap's derivative
-        log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+        log_p, slope = _log_probabilities(F.linear(part, weight, bias), softcap)
         loss = loss - log_p.gather(1, wanted).where(counts, 0).sum()
         if grads is None:
             continue
         grad_logits = log_p.exp_().scatter_add_(1, wanted, -torch.ones_like(wanted, dtype=log_p.dtype))
-        grad_logits = (grad_logits if slope is None else grad_logits.mul_(slope)).to(x.dtype)
+        if slope is not None:
+            grad_logits *= slope
+        grad_logits = grad_logits.to(x.dtype)
         grad_x, grad_weight, grad_bias = grads
         part = part * counts  # for rows that do not count, here and below: (n, D) is less work than (n, V)
         grad_weight += grad_logits.T @ part
@@ -104,6 +100,16 @@ def _forward(
         if grad_bias is not None:
             grad_bias += grad_logits.T @ counts.squeeze(1).to(x.dtype)
     return loss
+
+
+def _log_probabilities(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """Of the logits (n, V) once they are capped; and the cap's derivative (n, V), if there is one; both float32."""
+    slope = None
+    if softcap is not None:
+        logits = logits.float()
+        factor = softcap * (logits.square() + softcap * softcap).rsqrt()
+        logits, slope = logits * factor, factor**3
+    return torch.log_softmax(logits, dim=-1, dtype=torch.float32), slope
 
 
 def chunk_rows(rows: int, vocab_size: int, dim: int, device: torch.device) -> int:
