@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from muown_train.files import replace
 from muown_train.guard import Guard
 from muown_train.models.language_model import LanguageModel
 from muown_train.optim import Combined, param_groups, shard
+from muown_train.patterns import check_patterns, divided
 from muown_train.records import Metrics, Sink
 from muown_train.secrets import redacted, redacted_tree
 from muown_train.status import Outcome, count_start, read_status, write_status
@@ -238,11 +240,11 @@ def make_schedule(resolved: dict[str, Any], top: TopLevel, model: nn.Module) -> 
 
 
 def make_optimizer(resolved: dict[str, Any], model: nn.Module, trust: Sequence[str] = ()) -> Combined:
-    """The matrices to the chosen optimizer, the rest to `optim.rest`, each role with its own settings."""
+    """The matrices to the chosen optimizer, the rest to `optim.rest`, each role and pattern with its own settings."""
     if not isinstance(resolved["optim"].get("rest"), dict):
         raise ValueError(f"optim.rest={resolved['optim'].get('rest')!r} must be the settings of an optimizer")
     optim, rest = dict(resolved["optim"]), dict(resolved["optim"]["rest"])
-    row_blocks = optim.pop("row_blocks")
+    row_blocks, patterns = optim.pop("row_blocks"), optim.pop("patterns", None)
     if not isinstance(row_blocks, bool):
         raise ValueError(f"optim.row_blocks={row_blocks!r} must be true or false")
     of_role = {role: rest.pop(role, None) or {} for role in ("embedding", "head", "vector")}
@@ -252,7 +254,13 @@ def make_optimizer(resolved: dict[str, Any], model: nn.Module, trust: Sequence[s
     for role, settings in of_role.items():
         check_settings(settings, for_rest, f"optim.rest.{role}", given=["params"])
     matrices, others = param_groups(model, blocks=row_blocks)
-    return Combined(for_matrices(matrices), for_rest([group | of_role[group["role"]] for group in others]))
+    others = [group | of_role[group["role"]] for group in others]
+    patterns = check_patterns(patterns, [name for group in matrices + others for name, _ in group["params"]])
+    parts = [
+        optimizer(divided(groups, patterns, partial(check_settings, target=optimizer, given=["params"])))
+        for optimizer, groups in ((for_matrices, matrices), (for_rest, others))
+    ]
+    return Combined(*parts)
 
 
 def refuse_other_run(folder: Path, about: dict[str, Any] | None, resolved: dict[str, Any]) -> None:

@@ -82,6 +82,11 @@ def run_name(choices: Mapping[str, Any], overrides: list[str], seed: int) -> str
     return name
 
 
+def defines_run(key: str) -> bool:
+    """Whether a key of the configuration, dotted, tells runs apart: two that differ in others alone are one."""
+    return not any(key == other or key.startswith(f"{other}.") for other in _NOT_IN_NAME)
+
+
 def check_name(name: Any) -> str:
     """A run's name that stays inside the folder of runs.
 

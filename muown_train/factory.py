@@ -18,6 +18,7 @@ _OURS = "Lion Muon Muown MuownSign NorMuon NorMuown SOAP"
 ALLOWED = frozenset(
     {
         "muown_train.models.gpt.GPT",
+        "muown_train.models.track3.Track3",
         *(f"muown_train.optim.{name}" for name in _OURS.split()),
         *(f"torch.optim.{name}" for name in _TORCH.split()),
         "muown_train.data.hub_source.hub_stream",
@@ -27,6 +28,7 @@ ALLOWED = frozenset(
         "muown_train.data.sources.stdlib",
         "muown_train.schedule.constant",
         "muown_train.schedule.cosine",
+        "muown_train.schedule.power_cooldown",
         "muown_train.schedule.wsd",
         "muown_train.tensorboard_sink.TensorBoardSink",
         "muown_train.wandb_sink.WandbSink",

@@ -53,6 +53,7 @@ def groups(optimizer: Combined) -> list[dict[str, Any]]:
             "lr": group["lr"],
             "weight_decay": group["weight_decay"],
             "blocks": group.get("blocks"),
+            "patterns": group.get("patterns", {}),
             "scales": sorted(set(part.scales(group))) if isinstance(part, MatrixOptimizer) else [],
             "parameters": {name: list(p.shape) for name, p in zip(group["param_names"], group["params"], strict=True)},
         }
@@ -89,9 +90,15 @@ def show(facts: Mapping[str, Any], folder: Path) -> None:
             f"  {group['role']:<9} {len(shapes):>4} tensors {numbers:>13,} parameters  {group['optimizer']:<7}"
             f" lr {group['lr']:g}  weight decay {group['weight_decay']:g}"
             + (f"  scale {' '.join(f'{scale:.2f}' for scale in group['scales'])}" if group["scales"] else "")
-            + (f"  row blocks {'+'.join(map(str, group['blocks']))}" if group["blocks"] else ""),
+            + (f"  row blocks {'+'.join(map(str, group['blocks']))}" if group["blocks"] else "")
+            + "".join(f"\n  {'':<9}   {pattern}: {shown(chosen)}" for pattern, chosen in group["patterns"].items()),
             flush=True,
         )
+
+
+def shown(settings: Mapping[str, Any]) -> str:
+    """Settings as text."""
+    return ", ".join(f"{key} {value}" for key, value in settings.items())
 
 
 def _version(package: str) -> str | None:

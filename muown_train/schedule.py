@@ -54,3 +54,26 @@ def constant(step: int, steps: int, warmup: float = 0.02) -> float:
     """
     _check(step, steps, warmup=warmup)
     return _warmup(step, round(warmup * steps))
+
+
+def power_cooldown(
+    step: int, steps: int, cooldown: float = 0.7, power: float = 1.0, horizon: int | None = None
+) -> float:
+    """1, then ((1 - p) / cooldown)^power with p = step / horizon: no warm-up, in the manner of modded-nanogpt.
+
+    Args:
+        cooldown: the fraction of the horizon that the rate falls over.
+        power: 1 falls linearly.
+        horizon: updates of the schedule, which may be longer than the run: then the rate does not come near zero. None
+            for those of the run.
+
+    Raises:
+        ValueError: a fraction outside [0, 1], a power below 0, or a horizon shorter than the run.
+    """
+    _check(step, steps, cooldown=cooldown)
+    if power < 0:
+        raise ValueError(f"schedule.power={power!r} must be a number of at least 0")
+    if horizon is not None and (isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < steps):
+        raise ValueError(f"schedule.horizon={horizon!r} must be the run's {steps} updates or more, or null")
+    left = 1 - step / (horizon or steps)
+    return 1.0 if left > cooldown else (left / cooldown) ** power

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muown_train.schedule import constant, cosine, wsd
+from muown_train.schedule import constant, cosine, power_cooldown, wsd
 
 fractions = st.floats(0, 0.5)
 
@@ -42,6 +42,17 @@ def test_cosine_is_half_way_in_the_middle_and_ends_at_final():
     assert values[-1] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.999)))
 
 
+def test_a_power_cooldown_is_that_of_modded_nanogpt():
+    values = [power_cooldown(t, 3250) for t in range(3250)]
+    assert values[:976] == [1.0] * 976 and values[976] == pytest.approx((3250 - 976) / 2275)
+    assert values[-1] == pytest.approx(1 / 2275)
+    longer = [power_cooldown(t, 3075, 0.7, 0.9, horizon=3165) for t in range(3075)]
+    assert longer[949] == 1 and longer[3000] == pytest.approx((165 / 3165 / 0.7) ** 0.9)
+    assert longer[-1] == pytest.approx((91 / 3165 / 0.7) ** 0.9)
+    assert longer == sorted(longer, reverse=True)
+    assert {power_cooldown(t, 10, cooldown=0.0) for t in range(10)} == {1.0}
+
+
 def test_fractions_do_not_depend_on_the_budget():
     for steps in (100, 1000, 10000):
         assert sum(wsd(t, steps) for t in range(steps)) / steps == pytest.approx(0.89, abs=0.006)
@@ -55,6 +66,10 @@ def test_fractions_do_not_depend_on_the_budget():
         (lambda: wsd(0, 10, warmup=0.6, cooldown=0.6), "exceed"),
         (lambda: cosine(0, 10, final=2), "schedule.final=2"),
         (lambda: constant(0, 10, warmup="2%"), "schedule.warmup='2%'"),
+        (lambda: power_cooldown(0, 10, cooldown=70), "schedule.cooldown=70"),
+        (lambda: power_cooldown(0, 10, power=-1), "schedule.power=-1"),
+        (lambda: power_cooldown(0, 10, horizon=9), "schedule.horizon=9 must be the run's 10 updates or more"),
+        (lambda: power_cooldown(0, 10, horizon=1.5), "schedule.horizon=1.5"),
     ],
 )
 def test_impossible_fractions(call, part):

@@ -15,11 +15,15 @@ BLOCK = 128  # least number of queries in a block; at most four blocks, as large
 LONGEST = 2048  # up to which blocks are faster; the probabilities kept are 5/8 B h T^2 numbers
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v over the keys up to each query's own; all (B, h, T, d) of one dtype."""
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """softmax(scale q k^T) v over the keys up to each query's own; all (B, h, T, d) of one dtype.
+
+    Args:
+        scale: by default 1 / sqrt(d).
+    """
     if wants_blocks(q.device.type, q.dtype, q.shape[2]):
-        return by_blocks(q, k, v)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return by_blocks(q, k, v, scale)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
 
 def wants_blocks(device: str, dtype: torch.dtype, length: int) -> bool:
@@ -33,9 +37,10 @@ def blocks(length: int) -> list[tuple[int, int]]:
     return [(start, min(length, start + size)) for start in range(0, length, size)]
 
 
-def by_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def by_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """The same by blocks of queries; scores and probabilities are in q's dtype, the softmax computes in float32."""
     B, h, T, d = q.shape
+    scale = 1 / math.sqrt(d) if scale is None else scale
     q, k, v = (x.reshape(B * h, T, d) for x in (q, k, v))
     spans = blocks(T)
     size = spans[0][1]  # of all but the last, which may be smaller
@@ -46,6 +51,6 @@ def by_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for start, end in spans:
         first = width - size - start
         seen = mask[: end - start, first : first + end]
-        scores = torch.baddbmm(seen, q[:, start:end], k[:, :end].mT, alpha=1 / math.sqrt(d))  # (B h, t, end)
+        scores = torch.baddbmm(seen, q[:, start:end], k[:, :end].mT, alpha=scale)  # (B h, t, end)
         parts.append(torch.softmax(scores, dim=-1) @ v[:, :end])
     return torch.cat(parts, dim=1).view(B, h, T, d)

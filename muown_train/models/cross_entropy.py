@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -20,42 +21,63 @@ IGNORE = -100  # a target that does not count, as in torch's cross-entropy
 CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**27}
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Summed cross-entropy in nats of the logits x @ weight^T, a float32 scalar.
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, softcap: float | None = None
+) -> Tensor:
+    """Summed cross-entropy in nats of the logits x @ weight^T + bias, a float32 scalar.
 
     Under autocast the products are in its dtype, as those of F.linear; the softmax is always in float32.
 
     Args:
         x: (N, D); weight: (V, D), of any floating dtype.
         targets: (N,) integers below V; -100 does not count.
+        bias: (V,).
+        softcap: c > 0, of `softcapped` logits; None leaves them as they are.
     """
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else weight.dtype
     x = x.to(dtype)
     if torch.is_grad_enabled():
-        loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets)  # type: ignore[no-untyped-call]
+        loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, bias, softcap)  # type: ignore[no-untyped-call]
         return loss
-    return _forward(x, weight, targets, None, None)
+    return _forward(x, weight, targets, bias, softcap)
+
+
+def softcapped(logits: Tensor, c: float) -> Tensor:
+    """c z / sqrt(z^2 + c^2), below c in absolute value: close to z where |z| is small."""
+    return c * logits * (logits.square() + c * c).rsqrt()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, softcap: float | None
+    ) -> Tensor:
         grad_x = torch.empty_like(x)
         grad_weight = torch.zeros_like(weight)
-        loss = _forward(x, weight, targets, grad_x, grad_weight)
-        ctx.save_for_backward(grad_x, grad_weight)
+        grad_bias = None if bias is None else torch.zeros_like(bias)
+        loss = _forward(x, weight, targets, bias, softcap, (grad_x, grad_weight, grad_bias))
+        ctx.save_for_backward(grad_x, grad_weight, grad_bias)
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grad.to(grad_x.dtype), grad_weight * grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_weight, grad_bias = ctx.saved_tensors
+        of_bias = None if grad_bias is None else grad_bias * grad
+        return grad_x * grad.to(grad_x.dtype), grad_weight * grad, None, of_bias, None
 
 
-def _forward(x: Tensor, weight: Tensor, targets: Tensor, grad_x: Tensor | None, grad_weight: Tensor | None) -> Tensor:
-    """The summed loss; where wanted grad_x (N, D) is written and grad_weight (V, D) added to."""
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    grads: tuple[Tensor, Tensor, Tensor | None] | None = None,
+) -> Tensor:
+    """The summed loss; of `grads` that of x (N, D) is written, those of weight (V, D) and bias (V,) are added to."""
     weight = weight.to(x.dtype)
+    bias = None if bias is None else bias.to(x.dtype)
     vocab_size, dim = weight.shape
     rows = chunk_rows(x.shape[0], vocab_size, dim, x.device)
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -63,15 +85,31 @@ def _forward(x: Tensor, weight: Tensor, targets: Tensor, grad_x: Tensor | None, 
         part, wanted = x[start : start + rows], targets[start : start + rows, None]
         counts = wanted != IGNORE
         wanted = wanted.where(counts, 0)
-        log_p = torch.log_softmax(part @ weight.T, dim=-1, dtype=torch.float32)  # (n, V)
+        log_p, slope = _log_probabilities(F.linear(part, weight, bias), softcap)
         loss = loss - log_p.gather(1, wanted).where(counts, 0).sum()
-        if grad_x is None or grad_weight is None:
+        if grads is None:
             continue
-        grad_logits = log_p.exp_().scatter_add_(1, wanted, -torch.ones_like(wanted, dtype=log_p.dtype)).to(x.dtype)
+        grad_logits = log_p.exp_().scatter_add_(1, wanted, -torch.ones_like(wanted, dtype=log_p.dtype))
+        if slope is not None:
+            grad_logits *= slope
+        grad_logits = grad_logits.to(x.dtype)
+        grad_x, grad_weight, grad_bias = grads
         part = part * counts  # for rows that do not count, here and below: (n, D) is less work than (n, V)
         grad_weight += grad_logits.T @ part
         grad_x[start : start + rows] = (grad_logits @ weight) * counts
+        if grad_bias is not None:
+            grad_bias += grad_logits.T @ counts.squeeze(1).to(x.dtype)
     return loss
+
+
+def _log_probabilities(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """Of the logits (n, V) once they are capped; and the cap's derivative (n, V), if there is one; both float32."""
+    slope = None
+    if softcap is not None:
+        logits = logits.float()
+        factor = softcap * (logits.square() + softcap * softcap).rsqrt()
+        logits, slope = logits * factor, factor**3
+    return torch.log_softmax(logits, dim=-1, dtype=torch.float32), slope
 
 
 def chunk_rows(rows: int, vocab_size: int, dim: int, device: torch.device) -> int:

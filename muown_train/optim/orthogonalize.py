@@ -103,18 +103,22 @@ def compose(
     quintics: Sequence[tuple[float, float, float]],
     eps: float = NS_EPS,
     dtype: torch.dtype | str | None = None,
+    on_gram: bool = True,
 ) -> Tensor:
     """Apply odd quintics a x + b x^3 + c x^5, one after the other, to the singular values of X / ||X||_F.
 
     Arguments and result as of `newton_schulz`. Extra memory: two copies of X in `dtype` and, with s the shorter side,
     up to four (k, s, s).
+
+    Args:
+        on_gram: whether several steps may be taken on one Gram matrix, which steep quintics do not allow.
     """
     shape, matrices = (X.shape, X.reshape(-1, *X.shape[-2:])) if isinstance(X, Tensor) else ((len(X), *X[0].shape), X)
     first = matrices[0]
     used = default_dtype(first.device, first.dtype) if dtype is None else _DTYPES[dtype_name(dtype)]
     Y = _normalized(matrices, eps, used)
     aspect = max(Y.shape[1:]) / min(Y.shape[1:])
-    Y = _on_gram(Y, quintics) if aspect >= GRAM_ASPECT else _on_matrix(Y, quintics)
+    Y = _on_gram(Y, quintics) if on_gram and aspect >= GRAM_ASPECT else _on_matrix(Y, quintics)
     return Y.reshape(shape).to(first.dtype)
 
 

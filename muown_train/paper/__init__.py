@@ -1,0 +1,1 @@
+"""Finished runs -> numbers and tables; without torch."""

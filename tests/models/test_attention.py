@@ -24,6 +24,12 @@ def test_blocks_equal_the_whole(length, block, monkeypatch):
     torch.testing.assert_close(torch.autograd.grad(ours, (q, k, v), g), torch.autograd.grad(whole, (q, k, v), g))
 
 
+@pytest.mark.parametrize("way", [by_blocks, causal_attention])
+def test_another_scale(way):
+    q, k, v, _ = inputs(33)
+    torch.testing.assert_close(way(q, k, v, 0.12), way(q * 0.12 * 8**0.5, k, v))
+
+
 @pytest.mark.parametrize("length", [64, 300, 513, 2049])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_either_way_is_as_accurate_as_its_numbers(length, dtype):

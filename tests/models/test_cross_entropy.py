@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from muown_train.measuring import peak_memory
 from muown_train.models import cross_entropy
-from muown_train.models.cross_entropy import IGNORE, chunk_rows, linear_cross_entropy
+from muown_train.models.cross_entropy import IGNORE, chunk_rows, linear_cross_entropy, softcapped
 
 
 @pytest.fixture
@@ -98,3 +98,42 @@ def test_chunks_are_even_and_within_their_bound(rows, vocab_size):
     assert 1 <= size <= max(64, 2**20 // vocab_size)
     count = -(-rows // size)
     assert rows > (count - 1) * size and size * count - rows < count  # no chunk is small
+
+
+@pytest.mark.parametrize("scale", [0.1, 3, 100])
+@pytest.mark.parametrize("softcap", [None, 15.0, 2.0])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_bias_and_a_cap_have_the_gradients_of_all_logits(scale, softcap, with_bias, small_chunks):
+    x, weight, targets = inputs(40, 30, dim=6, dtype=torch.float32)
+    targets[::7] = IGNORE
+    bias = torch.randn(30, generator=torch.Generator().manual_seed(2)).requires_grad_() if with_bias else None
+    leaves = (x, weight, bias) if with_bias else (x, weight)
+
+    def plain():
+        z = F.linear(x * scale, weight, bias)
+        capped = z if softcap is None else softcap * z / (z**2 + softcap**2).sqrt()
+        return F.cross_entropy(capped, targets, reduction="sum", ignore_index=IGNORE)
+
+    loss = linear_cross_entropy(x * scale, weight, targets, bias, softcap)
+    torch.testing.assert_close(loss, plain())
+    ours, theirs = torch.autograd.grad(loss / 7, leaves), torch.autograd.grad(plain() / 7, leaves)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * scale)
+    with torch.no_grad():
+        torch.testing.assert_close(linear_cross_entropy(x * scale, weight, targets, bias, softcap), loss)
+
+
+def test_a_cap_is_the_identity_near_zero_and_never_exceeded():
+    z = torch.tensor([-1e6, -0.1, 0.0, 0.1, 1e6])
+    torch.testing.assert_close(softcapped(z, 15.0), torch.tensor([-15.0, -0.1, 0.0, 0.1, 15.0]), rtol=1e-4, atol=0)
+
+
+def test_a_bias_and_a_cap_under_autocast(small_chunks):
+    x, weight, targets = inputs(32, 50, dim=64, dtype=torch.float32)
+    bias = torch.randn(50, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    exact = linear_cross_entropy(x, weight, targets, bias, 15.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(x, weight, targets, bias, 15.0)
+    assert abs(loss - exact) < 0.01 * exact
+    ours, wanted = (torch.autograd.grad(each, (x, weight, bias)) for each in (loss, exact))
+    for grad, true in zip(ours, wanted, strict=True):
+        assert grad.dtype == true.dtype and (grad - true).norm() < 0.02 * true.norm()

@@ -73,6 +73,17 @@ def test_it_converges_to_the_exact_factor(shape, dtype, atol):
     torch.testing.assert_close(polar_express(list(X), steps=10, dtype=dtype), O, rtol=0, atol=0)
 
 
+def test_long_matrices_of_falling_singular_values_stay_finite_in_bfloat16():
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        for decay in (1, 3, 8):
+            left = torch.randn(64, 64, generator=generator) * torch.logspace(0, -decay, 64)
+            X = left @ torch.randn(64, 256, generator=generator)
+            for matrix in (X, X.T):
+                O = polar_express(matrix, steps=12, dtype="bfloat16")  # noqa: E741
+                assert torch.linalg.matrix_norm(O, 2) < 1.05
+
+
 def test_the_12_steps_of_the_track_3_benchmark():
     X = randn(12, 20)
     torch.testing.assert_close(newton_schulz(X, 12, (2.0, -1.5, 0.5)), svd(X), rtol=0, atol=1e-6)

@@ -1,0 +1,52 @@
+"""Whether runs are below a validation loss for certain: `python scripts/significance.py runs/a-seed=0 runs/a-seed=1`.
+
+The rule of Track 3 of modded-nanogpt, (3.28 - mean) sqrt(n) >= 0.004, over finished runs that differ in their seed
+alone. Give all that were made: those left out would make it worthless. Exit status 0 whether it passes or not.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from muown_train.__main__ import WRONG, explained, leave
+from muown_train.paper.significance import MARGIN, TARGET, FinishedRun, Verdict, common_step, judge, read_run
+
+
+def table(runs: Sequence[FinishedRun], step: int) -> Iterator[str]:
+    width = max(len(str(run.folder)) for run in runs)
+    yield f"{'run':<{width}}  {'step':>7}  {'seed':>6}  validation loss"
+    for run in runs:
+        yield f"{run.folder!s:<{width}}  {step:>7,}  {run.seed:>6}  {run.losses[step]:>15.5f}"
+
+
+def conclusion(verdict: Verdict, target: float) -> Iterator[str]:
+    yield f"mean {verdict.mean:.5f} of n = {verdict.n}"
+    how = f">= {MARGIN}: passes" if verdict.passes else f"< {MARGIN}: fails"
+    yield f"({target:g} - mean) sqrt(n) = {verdict.statistic:.5f} {how}"
+    if verdict.passes:
+        return
+    if verdict.needed is None:
+        yield f"the mean is not below {target:g}: no number of runs would pass with it"
+    else:
+        yield f"with this mean {verdict.needed:,} runs would pass, {verdict.needed - verdict.n:,} more"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: leave(f"error: {message}; see --help", WRONG)  # type: ignore[method-assign]
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
+    parser.add_argument("--target", type=float, default=TARGET, help=f"validation loss to be below (default {TARGET})")
+    parser.add_argument("--step", type=int, help="updates after which all are compared (default: the last)")
+    arguments = parser.parse_args()
+    with explained([]):
+        if not 0 < arguments.target < float("inf"):
+            raise ValueError(f"--target {arguments.target:g} must be a loss above 0")
+        runs = [read_run(folder) for folder in arguments.runs]
+        step = common_step(runs, arguments.step)
+    verdict = judge([run.losses[step] for run in runs], arguments.target)
+    print("\n".join([*table(runs, step), *conclusion(verdict, arguments.target)]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

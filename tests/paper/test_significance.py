@@ -1,0 +1,107 @@
+"""The significance rule with numbers, and scripts/significance.py as a user meets it."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from muown_train.paper.significance import judge
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "significance.py"
+
+
+@pytest.mark.parametrize(
+    "losses, passes, needed",
+    [
+        ([3.276], True, 1),  # the benchmark's own examples: below 3.276 for one run, 3.278 for four
+        ([3.2761], False, 2),
+        ([3.278] * 4, True, 4),
+        ([3.279, 3.277, 3.2781, 3.278], False, 5),
+        ([3.277, 3.2770, 3.2777, 3.2785, 3.2795], True, 4),
+        ([3.281, 3.279], False, None),
+        ([3.2805], False, None),
+    ],
+)
+def test_the_rule(losses, passes, needed):
+    verdict = judge(losses)
+    assert (verdict.passes, verdict.needed, verdict.n) == (passes, needed, len(losses))
+    assert verdict.statistic == pytest.approx((3.28 - sum(losses) / len(losses)) * len(losses) ** 0.5)
+    assert judge([loss + 1 for loss in losses], 4.28).passes == passes
+
+
+def test_as_many_runs_as_are_said_to_be_needed_pass():
+    for loss in (3.2799, 3.2795, 3.2791, 3.2772, 3.2761, 3.27, 1.0):
+        needed = judge([loss]).needed
+        assert judge([loss] * needed).passes and (needed == 1 or not judge([loss] * (needed - 1)).passes)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def make(name: str, seed: int, losses: dict[int, float], state: str = "finished", **settings) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        lines = [{"step": step, "train/loss": 9.0} for step in range(1, 4)]
+        lines += [{"step": step, "valid/loss": loss} for step, loss in losses.items()]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "status.json").write_text(json.dumps({"state": state}))
+        config = {"seed": seed, "name": name, "out": str(tmp_path), "optim": {"lr": 1e-3}, **settings}
+        OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
+        return name
+
+    return make
+
+
+@pytest.fixture
+def said(monkeypatch, capsys):
+    def call(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["significance.py", *words])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        captured = capsys.readouterr()
+        return end.value.code or 0, captured.out + captured.err
+
+    return call
+
+
+def test_runs_that_pass_at_the_end_and_not_before(run, said):
+    names = [run(f"r{seed}", seed, {100: 3.279, 125: 3.277 + seed / 1e4}) for seed in range(8)]
+    status, text = said(*names)
+    assert status == 0
+    assert text.splitlines()[0].split() == ["run", "step", "seed", "validation", "loss"]
+    assert text.splitlines()[3].split() == ["r2", "125", "2", "3.27720"]
+    assert "mean 3.27735 of n = 8" in text and "0.00750 >= 0.004: passes" in text
+    status, text = said(*names, "--step", "100")
+    assert status == 0 and "0.00283 < 0.004: fails" in text and "16 runs would pass, 8 more" in text
+    status, text = said(*names, "--target", "3.2")
+    assert status == 0 and "no number of runs would pass" in text
+
+
+def test_what_cannot_be_judged(run, said):
+    one = run("one", 0, {125: 3.27})
+    for other, message in (
+        (run("longer", 1, {125: 3.27, 150: 3.26}), "one ends at step 125, longer at 150"),
+        (run("same", 0, {125: 3.27}), "one and same have the same seed=0"),
+        (one, "one and one have the same seed=0"),
+        (run("faster", 1, {125: 3.27}, optim={"lr": 2e-3}), "one has optim.lr=0.001, faster has optim.lr=0.002"),
+        (run("bad", 1, {0: 8.0}, state="diverged"), "bad is diverged, not finished"),
+        ("nothing", "nothing is no run's folder"),
+    ):
+        status, text = said(one, other)
+        assert status == 2 and text.startswith("error: ") and message in text and text.count("\n") == 1
+    Path("one/status.json").write_text("{")
+    assert said(one)[0] == 2
+    two = run("two", 1, {125: 3.27})
+    status, text = said(two, "--step", "120")
+    assert status == 2 and "two was not evaluated at step 120; its last evaluations are at 125" in text
+    assert said(two, "--target", "0")[0] == 2
+    assert said("--target", "x")[0] == 2
+
+
+def test_where_a_run_lies_does_not_matter(run, said):
+    names = [run("a", 0, {125: 3.27}, log_every=5), run("b", 1, {125: 3.27}, log_every=10)]
+    assert said(*names)[0] == 0

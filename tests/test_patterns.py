@@ -1,0 +1,56 @@
+"""Settings of single parameters: whom they reach, what is shown of them, and what is wrong said before a run starts."""
+
+import pytest
+
+from muown_train.manifest import groups
+from muown_train.patterns import divided
+from tests.runs import built
+
+
+def nothing(settings, section):
+    pass
+
+
+def test_groups_are_divided_and_the_later_pattern_wins():
+    group = {"params": [("a.x", 1), ("a.y", 2), ("b.y", 3)], "role": "matrix", "lr": 0.5}
+    patterns = {"a.*": {"lr": 1.0, "eps": 2.0}, "*.y": {"lr": 3.0}}
+    assert divided([group], patterns, nothing) == [
+        {"params": [("a.x", 1)], "role": "matrix", "lr": 1.0, "eps": 2.0, "patterns": {"a.*": patterns["a.*"]}},
+        {"params": [("a.y", 2)], "role": "matrix", "lr": 3.0, "eps": 2.0, "patterns": patterns},
+        {"params": [("b.y", 3)], "role": "matrix", "lr": 3.0, "patterns": {"*.y": patterns["*.y"]}},
+    ]
+    assert divided([group], {}, nothing) == [group]
+
+
+@pytest.mark.parametrize("optim", ["muown", "muon", "normuon", "adamw", "lion", "soap"])
+def test_matrices_and_the_rest_take_them_from_the_command_line(optim, corpus, tmp_path):
+    patterns = "{blocks.*.mlp.out.weight:{lr:0.25},norm.weight:{weight_decay:0.125}}"
+    run = built(corpus, tmp_path, f"optim={optim}", f"optim.patterns={patterns}")
+    run.close()
+    of = {name: group for group in run.facts["groups"] for name in group["parameters"]}
+    assert len(of) == len(list(run.model.parameters()))
+    for name, group in of.items():
+        assert (group["lr"] == 0.25) == name.endswith("mlp.out.weight")
+        assert (group["weight_decay"] == 0.125) == (name == "norm.weight")
+    assert of["norm.weight"]["patterns"] == {"norm.weight": {"weight_decay": 0.125}}
+    assert groups(run.trainer.optimizer) == run.facts["groups"]
+
+
+@pytest.mark.parametrize(
+    "patterns, message",
+    [
+        ("{blocks.*.mlp.proj.weight:{lr:1}}", r"optim.patterns.blocks.\*.mlp.proj.weight matches no parameter"),
+        (
+            "{blocks.*.mlp.out.weight:{momentun:1}}",
+            r"out.weight.momentun is no setting of Muown \(did you mean momentum",
+        ),
+        ("{norm.weight:{momentum:0.5}}", r"optim.patterns.norm.weight.momentum is no setting of AdamW"),
+        ("{norm.weight:{lr:high}}", r"optim.patterns.norm.weight.lr='high' must be a number"),
+        ("{norm.weight:3}", r"optim.patterns.norm.weight=3 must be a mapping"),
+        ("3", r"optim.patterns=3 must be a mapping"),
+    ],
+)
+def test_mistakes(patterns, message, corpus, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        built(corpus, tmp_path / "runs", f"optim.patterns={patterns}")
+    assert not (tmp_path / "runs").exists()
