@@ -10,14 +10,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from muown_train.__main__ import WRONG, explained, leave
-from muown_train.paper.significance import MARGIN, TARGET, FinishedRun, Verdict, common_step, judge, read_run
+from muown_train.paper.runs import RunRecord
+from muown_train.paper.significance import MARGIN, TARGET, Verdict, common_step, evaluations, finished, judge
 
 
-def table(runs: Sequence[FinishedRun], step: int) -> Iterator[str]:
+def table(runs: Sequence[RunRecord], losses: Sequence[float], step: int) -> Iterator[str]:
     width = max(len(str(run.folder)) for run in runs)
     yield f"{'run':<{width}}  {'step':>7}  {'seed':>6}  validation loss"
-    for run in runs:
-        yield f"{run.folder!s:<{width}}  {step:>7,}  {run.seed:>6}  {run.losses[step]:>15.5f}"
+    for run, loss in zip(runs, losses, strict=True):
+        yield f"{run.folder!s:<{width}}  {step:>7,}  {run.seed:>6}  {loss:>15.5f}"
 
 
 def conclusion(verdict: Verdict, target: float) -> Iterator[str]:
@@ -42,10 +43,11 @@ def main() -> None:
     with explained([]):
         if not 0 < arguments.target < float("inf"):
             raise ValueError(f"--target {arguments.target:g} must be a loss above 0")
-        runs = [read_run(folder) for folder in arguments.runs]
+        runs = [finished(folder) for folder in arguments.runs]
         step = common_step(runs, arguments.step)
-    verdict = judge([run.losses[step] for run in runs], arguments.target)
-    print("\n".join([*table(runs, step), *conclusion(verdict, arguments.target)]))
+    losses = [evaluations(run)[step] for run in runs]
+    verdict = judge(losses, arguments.target)
+    print("\n".join([*table(runs, losses, step), *conclusion(verdict, arguments.target)]))
 
 
 if __name__ == "__main__":

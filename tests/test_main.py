@@ -38,7 +38,15 @@ def test_a_run_leaves_everything_in_one_folder_and_says_so(corpus, tmp_path, mon
     arguments = small(corpus, tmp_path, "name=first", "sample_tokens=5")
     assert call(monkeypatch, *arguments)[0] is None
     out = capsys.readouterr().out
-    files = {"checkpoints", "config.yaml", "loss.png", "manifest.json", "metrics.jsonl", "status.json", "tokenizer.json"}
+    files = {
+        "checkpoints",
+        "config.yaml",
+        "loss.png",
+        "manifest.json",
+        "metrics.jsonl",
+        "status.json",
+        "tokenizer.json",
+    }
     assert {path.name for path in (tmp_path / "first").iterdir() if path.name[0] != "."} == files
     assert re.search(r"validation loss [\d.]+, perplexity [\d.]+ \(a unigram model of the same text: [\d.]+\)", out)
     assert "12 updates, 3,072 tokens" in out and "--- sample ---" in out and "first: checkpoints" in out

@@ -14,12 +14,10 @@ import numpy as np
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from muown_train.config import dotted
+from muown_train.config import defines_run, dotted
 from muown_train.records import Line, read_metrics
 from muown_train.status import read_status
 
-# which run it is, and where things are kept: in these the seeds of one setting may differ
-_NOT_A_SETTING = ("seed", "name", "out", "cache", "tracking", "time_limit")
 _OF_DATA = ("content", "tokenizer_hash", "revision", "held_out_content")  # in the manifest: what the data were
 SMOOTHED = 0.02  # part of a run's updates that a smoothed training loss is the mean over
 
@@ -57,7 +55,7 @@ class RunRecord:
     @cached_property
     def settings(self) -> Settings:
         """What makes this run another than others, but for the seed; `data (content)` and the like are facts."""
-        settings = {key: value for key, value in leaves(self.config) if key.split(".")[0] not in _NOT_A_SETTING}
+        settings = {key: value for key, value in leaves(self.config) if key != "seed" and defines_run(key)}
         data = self.manifest.get("data")
         facts = data if isinstance(data, dict) else {}
         return settings | {f"data ({key})": facts[key] for key in _OF_DATA if key in facts}
@@ -191,7 +189,7 @@ def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one setting: they differ in seed, name, places and time limit alone."""
+    """Runs of one setting: they differ in the seed and in what does not define a run (`config.defines_run`) alone."""
 
     runs: tuple[RunRecord, ...]  # at least one
 

@@ -5,29 +5,15 @@ github.com/KellerJordan/modded-nanogpt, records/track_3_optimization/README.md, 
 are all that were made, at a step that is the same for all.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from omegaconf import OmegaConf
-
-from muown_train.config import defines_run
+from muown_train.paper.runs import RunRecord, read_run
 
 TARGET, MARGIN = 3.28, 0.004
 _LEAST = MARGIN - 1e-9  # but for rounding: (3.28 - 3.278) sqrt(4) is 0.004
-
-
-@dataclass(frozen=True)
-class FinishedRun:
-    """What the rule needs of a run."""
-
-    folder: Path
-    seed: int
-    losses: dict[int, float]  # of validation, by updates done
-    setting: dict[str, Any]  # dotted keys of what defines the run, but for the seed
 
 
 @dataclass(frozen=True)
@@ -49,49 +35,44 @@ def judge(losses: Sequence[float], target: float = TARGET) -> Verdict:
     return Verdict(mean, n, statistic, statistic >= _LEAST, needed)
 
 
-def read_run(folder: Path) -> FinishedRun:
-    """A finished run.
+def finished(folder: Path) -> RunRecord:
+    """A run that has finished.
 
     Raises:
-        ValueError: it is none, or its files cannot be read.
+        ValueError: it is none, has not, or was never evaluated.
     """
-    if not (folder / "status.json").exists():
-        raise ValueError(f"{folder} is no run's folder: give those that training wrote, such as runs/NAME")
-    try:
-        status = json.loads((folder / "status.json").read_text())
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        config: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-        state, seed = status["state"], int(config["seed"])
-        losses = {int(line["step"]): float(line["valid/loss"]) for line in lines if "valid/loss" in line}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder} is no run that can be read: {error}") from error
-    if state != "finished":
-        raise ValueError(f"{folder} is {state}, not finished: the rule is for runs that are")
-    setting = {key: value for key, value in _dotted(config).items() if key != "seed" and defines_run(key)}
-    return FinishedRun(folder, seed, losses, setting)
+    run = read_run(folder)
+    if run.state != "finished":
+        raise ValueError(f"{folder} is {run.state}, not finished: the rule is for runs that are")
+    if not evaluations(run):
+        raise ValueError(f"{folder} has no evaluation in its metrics.jsonl")
+    return run
 
 
-def common_step(runs: Sequence[FinishedRun], step: int | None = None) -> int:
+def evaluations(run: RunRecord) -> dict[int, float]:
+    """Validation losses by updates done, in their order."""
+    steps, losses = run.series("valid/loss")
+    return {int(step): float(loss) for step, loss in zip(steps, losses, strict=True)}
+
+
+def common_step(runs: Sequence[RunRecord], step: int | None = None) -> int:
     """The step to compare at: the one given, or the last of all runs.
 
     Raises:
         ValueError: the runs end at different steps, two are of one seed or of different settings, or one was not
             evaluated at this step.
     """
-    first, last = runs[0], max(runs[0].losses)
-    seeds: dict[int, FinishedRun] = {}
+    first, last = runs[0], max(evaluations(runs[0]))
+    seeds: dict[int, RunRecord] = {}
     for run in runs:
-        if max(run.losses) != last:
-            raise ValueError(
-                f"{first.folder} ends at step {last}, {run.folder} at {max(run.losses)}: all must end alike"
-            )
+        end = max(evaluations(run))
+        if end != last:
+            raise ValueError(f"{first.folder} ends at step {last}, {run.folder} at {end}: all must end alike")
         if run.seed in seeds:
-            raise ValueError(
-                f"{seeds[run.seed].folder} and {run.folder} have the same seed={run.seed}: they count once"
-            )
+            raise ValueError(f"{seeds[run.seed].folder} and {run.folder} have the same seed={run.seed}: it counts once")
         seeds[run.seed] = run
-        for key in [*first.setting, *run.setting]:
-            ours, theirs = first.setting.get(key), run.setting.get(key)
+        for key in [*first.settings, *run.settings]:
+            ours, theirs = first.settings.get(key), run.settings.get(key)
             if ours != theirs:
                 raise ValueError(
                     f"{first.folder} has {key}={ours}, {run.folder} has {key}={theirs}: "
@@ -99,14 +80,7 @@ def common_step(runs: Sequence[FinishedRun], step: int | None = None) -> int:
                 )
     chosen = last if step is None else step
     for run in runs:
-        if chosen not in run.losses:
-            there = ", ".join(map(str, sorted(run.losses)[-5:]))
+        if chosen not in evaluations(run):
+            there = ", ".join(map(str, list(evaluations(run))[-5:]))
             raise ValueError(f"{run.folder} was not evaluated at step {chosen}; its last evaluations are at {there}")
     return chosen
-
-
-def _dotted(tree: Any, prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

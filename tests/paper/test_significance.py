@@ -89,7 +89,7 @@ def test_what_cannot_be_judged(run, said):
         (one, "one and one have the same seed=0"),
         (run("faster", 1, {125: 3.27}, optim={"lr": 2e-3}), "one has optim.lr=0.001, faster has optim.lr=0.002"),
         (run("bad", 1, {0: 8.0}, state="diverged"), "bad is diverged, not finished"),
-        ("nothing", "nothing is no run's folder"),
+        ("nothing", "nothing is no folder"),
     ):
         status, text = said(one, other)
         assert status == 2 and text.startswith("error: ") and message in text and text.count("\n") == 1
