@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from safetensors import safe_open
 from torch import Tensor
 
-from muown_train import checkpoint_files as files
 from muown_train import hardware
 from muown_train.build import make_model
 from muown_train.checkpoint import Checkpoints, ModelState
@@ -24,9 +22,8 @@ from muown_train.data.tokenizer import TOKENIZER, HubTokenizer
 from muown_train.distributed import World
 from muown_train.files import replace
 from muown_train.models.language_model import LanguageModel
+from muown_train.saved_weights import find_checkpoint, read_about, read_weights
 from muown_train.top_level import TopLevel, top_level
-
-_MODEL = "model/"  # what the keys of weights in a checkpoint begin with
 
 
 @dataclass(frozen=True)
@@ -82,50 +79,10 @@ def open_run(path: str | Path, step: int | None = None) -> SavedRun:
             may come from a stranger: it names what `factory.ALLOWED` lists, and nothing else.
     """
     checkpoint = find_checkpoint(Path(path), step)
-    index = files.read_index(checkpoint) or {}
-    about = index.get("about")
-    if not isinstance(about, dict) or not isinstance(about.get("config"), dict):
-        raise ValueError(f"{checkpoint} does not say what it is a checkpoint of: it was written by an earlier version")
+    saved_step, about = read_about(checkpoint)
     folder = checkpoint.parent.parent
     config = {**about["config"], "trust": []}
-    return SavedRun(folder, checkpoint, index["step"], config, top_level(config, folder.name), about.get("data", {}))
-
-
-def find_checkpoint(path: Path, step: int | None = None) -> Path:
-    """The folder of a whole checkpoint; see `open_run`."""
-    if (path / files.INDEX).exists() and files.newest_first(path.parent):
-        found = [path]
-    elif not path.is_dir():
-        raise ValueError(f"there is no folder {path}: give that of a run, such as runs/NAME")
-    else:
-        found = files.newest_first(path / "checkpoints")
-    if step is not None:
-        steps = [int(checkpoint.name[5:]) for checkpoint in found]
-        if step not in steps:
-            there = ", ".join(map(str, steps)) or "none"
-            raise ValueError(f"{path} has no checkpoint of step {step}; there are {there}")
-        found = [found[steps.index(step)]]
-    faults = []
-    for checkpoint in found:
-        try:
-            fault = files.fault(checkpoint)
-        except files.OtherFormat as error:
-            raise ValueError(str(error)) from None
-        if fault is None:
-            return checkpoint
-        faults.append(f"{checkpoint} is damaged: {fault}")
-    raise ValueError("; ".join(faults) or f"{path} has no checkpoint: it is no run's folder, or has not saved yet")
-
-
-def read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """The weights of a whole checkpoint by canonical name; nothing else of it is read."""
-    weights = {}
-    for path in sorted(checkpoint.glob("rank-*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118, it is no mapping
-                if key.startswith(_MODEL):
-                    weights[key.removeprefix(_MODEL)] = file.get_tensor(key)
-    return weights
+    return SavedRun(folder, checkpoint, saved_step, config, top_level(config, folder.name), about.get("data", {}))
 
 
 class _Weights:
