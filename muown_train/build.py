@@ -207,8 +207,8 @@ def build(config: DictConfig, name: str, world: World) -> Run:
             top.keep_checkpoints,
             top.keep_every,
             top.keep_best,
-            about=redacted_tree({"config": resolved, "data": data.facts})
-            | {"wandb_id": (about or {}).get("wandb_id"), "init_from": started},
+            about=redacted_tree({"config": resolved, "data": data.facts, "init_from": started})
+            | {"wandb_id": (about or {}).get("wandb_id")},
         ),
         settings=settings,
         guard=Guard(

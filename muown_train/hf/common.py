@@ -42,7 +42,5 @@ def rope_base(config: Mapping[str, Any], default: float = 10_000.0) -> float:
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind != "default" or parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
-        raise ValueError(
-            f"config.json has a rotation {parameters!r}: only the plain one (rope_type 'default') fits here"
-        )
+        raise ValueError(f"config.json rotates by {parameters!r}: only the plain rotation (rope_type 'default') fits")
     return float(parameters.get("rope_theta", config.get("rope_theta", default)))

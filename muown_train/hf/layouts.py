@@ -51,6 +51,4 @@ def of_config(config: Mapping[str, Any]) -> Layout:
         if config.get("model_type") == layout.MODEL_TYPE:
             return layout
     known = " and ".join(layout.MODEL_TYPE for layout in LAYOUTS)
-    raise ValueError(
-        f"config.json has model_type={config.get('model_type')!r}: of these only {known} have a model here"
-    )
+    raise ValueError(f"config.json has model_type={config.get('model_type')!r}: only {known} have a model here")
