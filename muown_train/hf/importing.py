@@ -58,5 +58,5 @@ def training_settings(model: dict[str, Any]) -> list[str]:
     group = f"model={layouts.of_target(model['_target_']).GROUP}"
     known = dict(composed([group]).model)  # others take a plus
     usual = all_settings({str(key): value for key, value in known.items()}, "model")
-    given = [key for key in usual if key != "seq_len" and model[key] != usual[key]]
+    given = [key for key in usual if key in model and key != "seq_len" and model[key] != usual[key]]
     return [group, *(f"{'' if key in known else '+'}model.{key}={model[key]}" for key in given)]

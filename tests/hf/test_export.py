@@ -106,7 +106,11 @@ def with_tokenizer(run: Path, out: Path, raw: bytes, size: int) -> Path:
 
 @pytest.mark.parametrize(
     "name, size",
-    [("gpt_neox_20b_tokenizer.json", 50280), ("qwen2_tokenizer.json", 151936), ("gpt2.tiktoken", 50304)],
+    [
+        ("gpt_neox_20b_tokenizer.json", 50280),
+        pytest.param("qwen2_tokenizer.json", 151936, marks=pytest.mark.slow),
+        pytest.param("gpt2.tiktoken", 50304, marks=pytest.mark.slow),
+    ],
 )
 def test_ids_of_known_tokenizers(run, tmp_path, name, size):
     if not SHARED.exists():

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from muown_train.__main__ import WRONG
+from muown_train.data.bpe import train_bpe
 from muown_train.hf import llama, qwen2
+from muown_train.hf.export import export
 from muown_train.hf.folder import read_folder
 from muown_train.hf.importing import import_folder, training_settings
 from muown_train.saved_run import open_run
@@ -132,15 +134,24 @@ def test_qwen2_has_the_names_and_sizes_of_transformers():
         qwen2.settings(QWEN2 | {"use_sliding_window": True})
 
 
-def test_a_qwen2_of_transformers(tmp_path):
+def test_a_qwen2_of_transformers_and_back(tmp_path):
     pytest.importorskip("muown_train.models.qwen2")
-    theirs = with_noise(transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**QWEN2)))
+    config = transformers.Qwen2Config(**(QWEN2 | {"vocab_size": 300}))
+    theirs = with_noise(transformers.Qwen2ForCausalLM(config))
     theirs.save_pretrained(tmp_path / "qwen2")
-    import_folder(tmp_path / "qwen2", tmp_path / "run")
-    ours = open_run(tmp_path / "run").model()
-    ids = torch.randint(101, (2, 16))
+    (tmp_path / "qwen2" / "tokenizer.json").write_bytes(train_bpe(lambda: iter(["a text"])))
+    imported = import_folder(tmp_path / "qwen2", tmp_path / "run")
+    assert {"model=qwen2_0_5b", "model.kv_heads=2"} <= set(training_settings(imported.model))
+    saved = open_run(tmp_path / "run")
+    export(saved, tmp_path / "hf")
+    size = saved.tokenizer().size
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert size < 300 and type(again) is type(theirs)
+    ids = torch.randint(size, (2, 16))
     with torch.no_grad():
-        torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-5, rtol=1e-5)
+        logits = theirs(ids).logits
+        torch.testing.assert_close(saved.model()(ids), logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(again(ids).logits, logits[..., :size], atol=1e-5, rtol=1e-5)
 
 
 def said(monkeypatch, capsys, script, *words) -> tuple[int, str]:
@@ -155,8 +166,6 @@ def said(monkeypatch, capsys, script, *words) -> tuple[int, str]:
 
 
 def test_the_scripts(tmp_path, monkeypatch, capsys):
-    from muown_train.data.bpe import train_bpe
-
     saved_llama(tmp_path / "llama", vocab_size=300)
     (tmp_path / "llama" / "tokenizer.json").write_bytes(train_bpe(lambda: iter(["a text"])))
     words = (tmp_path / "llama", "--out", tmp_path / "run")
