@@ -141,7 +141,7 @@ def test_a_qwen2_of_transformers_and_back(tmp_path):
     theirs.save_pretrained(tmp_path / "qwen2")
     (tmp_path / "qwen2" / "tokenizer.json").write_bytes(train_bpe(lambda: iter(["a text"])))
     imported = import_folder(tmp_path / "qwen2", tmp_path / "run")
-    assert {"model=qwen2_0_5b", "model.kv_heads=2"} <= set(training_settings(imported.model))
+    assert {"model=qwen2_0_5b", "model.heads=4"} <= set(training_settings(imported.model))
     saved = open_run(tmp_path / "run")
     export(saved, tmp_path / "hf")
     size = saved.tokenizer().size
