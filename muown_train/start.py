@@ -46,10 +46,10 @@ class Start:
             ValueError: it is another model.
         """
         if self.model["_target_"] != settings["_target_"]:
-            theirs, ours = (name.rpartition(".")[2] for name in (self.model["_target_"], settings["_target_"]))
-            raise ValueError(f"init_from={self.path} is a {theirs}, this model is a {ours}")
+            kinds = [target.rpartition(".")[2] for target in (self.model["_target_"], settings["_target_"])]
+            raise ValueError(f"init_from={self.path} is a {kinds[0]}, this model is a {kinds[1]}")
         theirs, ours = all_settings(self.model, "model"), all_settings(settings, "model")
-        for key in theirs.keys() & ours.keys() - set(_MAY_DIFFER):
+        for key in (key for key in ours if key in theirs and key not in _MAY_DIFFER):
             # what is null follows from other settings, and shapes tell of a difference
             if None not in (theirs[key], ours[key]) and theirs[key] != ours[key]:
                 raise ValueError(f"init_from={self.path} has {key}={theirs[key]}, this run has model.{key}={ours[key]}")
