@@ -150,7 +150,7 @@ def build(config: DictConfig, name: str, world: World) -> Run:
     start = None
     if top.init_from and about is None:  # else the run's own weights follow
         start = read_start(top.init_from)
-        start.load_into(model, resolved["model"])  # before the optimizer is made: Muown's state is of the weights
+        start.load_into(model, resolved["model"], top.trust)  # before the optimizer: Muown's state is of the weights
     steps, schedule = make_schedule(resolved, top, model)
     with resting():  # torch imports its compiler with a process's first optimizer, though nothing may be compiled
         optimizer = make_optimizer(resolved, model, top.trust)

@@ -56,13 +56,13 @@ def factory(
     return made
 
 
-def all_settings(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
+def all_settings(settings: Mapping[str, Any], section: str, trust: Sequence[str] = ()) -> dict[str, Any]:
     """The settings that a section leaves to the signature of its target as well, by name.
 
     Raises:
         ValueError: see `factory`.
     """
-    made = factory(settings, section)
+    made = factory(settings, section, trust=trust)
     bound = inspect.signature(made.func).bind_partial(**made.keywords)
     bound.apply_defaults()
     return dict(bound.arguments)

@@ -7,7 +7,7 @@ take at most k / (n + k) of the probability: the loss rises by log(1 + k / n) or
 or of an initialisation, promise nothing of the kind: their logit is about 0, wherever those of the others are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,19 +36,22 @@ class Start:
     tokenizer_hash: str | None
     facts: dict[str, Any]  # for the manifest: `path`, `step` of the source, rows `padded`
 
-    def load_into(self, model: LanguageModel, settings: Mapping[str, Any]) -> None:
+    def load_into(self, model: LanguageModel, settings: Mapping[str, Any], trust: Sequence[str] = ()) -> None:
         """Give a model these weights.
 
         Args:
             settings: of the model.
+            trust: see `factory`.
 
         Raises:
             ValueError: it is another model.
         """
-        if self.model["_target_"] != settings["_target_"]:
-            kinds = [target.rpartition(".")[2] for target in (self.model["_target_"], settings["_target_"])]
+        if self.model.get("_target_") != settings["_target_"]:
+            kinds = [str(target).rpartition(".")[2] for target in (self.model.get("_target_"), settings["_target_"])]
             raise ValueError(f"init_from={self.path} is a {kinds[0]}, this model is a {kinds[1]}")
-        theirs, ours = all_settings(self.model, "model"), all_settings(settings, "model")
+        # of the source only what it shares with this run is trusted
+        theirs = all_settings(self.model, "model", trust=[settings["_target_"]])
+        ours = all_settings(settings, "model", trust=trust)
         for key in (key for key in ours if key in theirs and key not in _MAY_DIFFER):
             # what is null follows from other settings, and shapes tell of a difference
             if None not in (theirs[key], ours[key]) and theirs[key] != ours[key]:
