@@ -38,9 +38,7 @@ def read_folder(path: Path) -> Folder:
         ValueError: it is no such folder, or holds a model that none of ours is.
     """
     if not is_folder(path):
-        raise ValueError(
-            f"{path} has no config.json: give a folder that save_pretrained of transformers or scripts/export_hf.py wrote"
-        )
+        raise ValueError(f"{path} has no config.json: give a folder of save_pretrained or scripts/export_hf.py")
     try:
         config = _object(path / "config.json")
         layout = layouts.of_config(config)
