@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from muown_train import checkpoint_files as files
-from muown_train.saved_run import find_checkpoint, weight_readers
+from muown_train.saved_weights import find_checkpoint, weight_readers
 
 
 def chosen(run: Path, steps: Sequence[int] | None = None, last: int | None = None) -> list[Path]:

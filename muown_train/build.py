@@ -35,13 +35,17 @@ from muown_train.optim import Combined, param_groups, shard
 from muown_train.patterns import check_patterns, divided
 from muown_train.records import Metrics, Sink
 from muown_train.secrets import redacted, redacted_tree
+from muown_train.start import read_start
 from muown_train.status import Outcome, count_start, read_status, write_status
 from muown_train.stopping import Stop
 from muown_train.top_level import TopLevel, top_level
 from muown_train.trainer import Schedule, Settings, Trainer
 
 # of the configuration, dotted; and of what the data turned out to be
-_WHAT_MAY_NOT_CHANGE = ("model", "data", "seq_len", "batch_tokens", "seed", "optim._target_", "optim.rest._target_")
+_WHAT_MAY_NOT_CHANGE = (
+    *("model", "data", "seq_len", "batch_tokens", "seed", "init_from"),
+    *("optim._target_", "optim.rest._target_"),
+)
 _MAY_CHANGE = ("data.retries", "model.checkpointed")
 _DATA_MAY_NOT_CHANGE = ("content", "tokenizer_hash", "revision", "held_out_content")
 
@@ -140,8 +144,15 @@ def build(config: DictConfig, name: str, world: World) -> Run:
 
     stop = Stop(world, None if top.time_limit is None else 60 * top.time_limit)  # counts from here
 
+    folder = run_folder(top.out, top.name)
+    about = about_newest(folder / "checkpoints")
+    refuse_other_run(folder, about, resolved)
     torch.manual_seed(top.seed)
     model = make_model(resolved, top).to(world.device)
+    start = None
+    if top.init_from and about is None:  # else the run's own weights follow
+        start = read_start(top.init_from)
+        start.load_into(model, resolved["model"], top.trust)  # before the optimizer: Muown's state is of the weights
     steps, schedule = make_schedule(resolved, top, model)
     with resting():  # torch imports its compiler with a process's first optimizer, though nothing may be compiled
         optimizer = make_optimizer(resolved, model, top.trust)
@@ -153,9 +164,6 @@ def build(config: DictConfig, name: str, world: World) -> Run:
     if resolved["tracking"]:
         tracking = factory(resolved["tracking"], "tracking", trust=top.trust)()
 
-    folder = run_folder(top.out, top.name)
-    about = about_newest(folder / "checkpoints")
-    refuse_other_run(folder, about, resolved)
     if top.give_up_after:
         count_start(folder, top.give_up_after, world)
     from_run = {
@@ -184,6 +192,9 @@ def build(config: DictConfig, name: str, world: World) -> Run:
         peak_flops=hardware.peak_flops(world.device),
     )
     refuse_other_data(folder, about, data.facts)
+    if start and data.tokenizer.raw is not None:
+        start.refuse_other_tokenizer(data.facts)
+    started = start.facts if start else (about or {}).get("init_from")
     rows = with_workers(data.train, top.workers)
     trainer = Trainer(
         world=world,
@@ -198,7 +209,8 @@ def build(config: DictConfig, name: str, world: World) -> Run:
             top.keep_checkpoints,
             top.keep_every,
             top.keep_best,
-            about=redacted_tree({"config": resolved, "data": data.facts}) | {"wandb_id": (about or {}).get("wandb_id")},
+            about=redacted_tree({"config": resolved, "data": data.facts, "init_from": started})
+            | {"wandb_id": (about or {}).get("wandb_id")},
         ),
         settings=settings,
         guard=Guard(
@@ -214,7 +226,7 @@ def build(config: DictConfig, name: str, world: World) -> Run:
     )
     run = Run(trainer, model, folder, data, top, resolved, facts={}, sinks=[], lock=None)
     if world.is_main:
-        run.facts = manifest.describe(model, optimizer, data.facts, settings, world)
+        run.facts = manifest.describe(model, optimizer, data.facts, settings, world, started)
         run.sinks = [sink for sink in (console(), tracking) if sink]
         run.lock = locked(folder)
     return run

@@ -58,6 +58,18 @@ def factory(
     return made
 
 
+def all_settings(settings: Mapping[str, Any], section: str, trust: Sequence[str] = ()) -> dict[str, Any]:
+    """The settings that a section leaves to the signature of its target as well, by name.
+
+    Raises:
+        ValueError: see `factory`.
+    """
+    made = factory(settings, section, trust=trust)
+    bound = inspect.signature(made.func).bind_partial(**made.keywords)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
 def check_targets(settings: Any, section: str, trust: Sequence[str] = ()) -> None:
     """Refuse targets that are not allowed, at any depth.
 

@@ -27,9 +27,18 @@ _PACKAGES = ("muown-train", "torch", "numpy", "tiktoken", "tokenizers", "dataset
 
 
 def describe(
-    model: nn.Module, optimizer: Combined, data: Mapping[str, Any], settings: Settings, world: World
+    model: nn.Module,
+    optimizer: Combined,
+    data: Mapping[str, Any],
+    settings: Settings,
+    world: World,
+    started: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Facts about a run as JSON."""
+    """Facts about a run as JSON.
+
+    Args:
+        started: what it started from, if not from scratch.
+    """
     return {
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "git_commit": _git_commit(),
@@ -39,6 +48,7 @@ def describe(
         "threads": torch.get_num_threads(),
         "parameters": sum(p.numel() for p in model.parameters()),
         "settings": asdict(settings),
+        "init_from": dict(started) if started else None,
         "data": dict(data),
         "groups": groups(optimizer),
     }
@@ -83,6 +93,9 @@ def show(facts: Mapping[str, Any], folder: Path) -> None:
         f"  {facts['parameters']:,} parameters, {settings['steps']:,} updates of {settings['batch_tokens']:,} tokens "
         f"({amount}), {precision} on {facts['ranks']} x {facts['device']}"
     )
+    if started := facts["init_from"]:
+        padded = f", {started['padded']} rows of the vocabulary added" if started["padded"] else ""
+        print(f"  weights at first of {started['path']}, update {started['step']}{padded}")
     for group in facts["groups"]:
         shapes = group["parameters"].values()
         numbers = sum(math.prod(shape) for shape in shapes)

@@ -6,19 +6,16 @@ changed: the run may still be training. A folder made by `write_run` is read in 
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from safetensors import safe_open
 from torch import Tensor
 
-from muown_train import checkpoint_files as files
 from muown_train import hardware
 from muown_train.build import make_model
 from muown_train.checkpoint import Checkpoints, ModelState
@@ -26,9 +23,8 @@ from muown_train.data.tokenizer import TOKENIZER, HubTokenizer
 from muown_train.distributed import World
 from muown_train.files import replace
 from muown_train.models.language_model import LanguageModel
+from muown_train.saved_weights import find_checkpoint, read_about, read_weights
 from muown_train.top_level import TopLevel, top_level
-
-_MODEL = "model/"  # what the keys of weights in a checkpoint begin with
 
 
 @dataclass(frozen=True)
@@ -88,57 +84,11 @@ def open_run(path: str | Path, step: int | None = None) -> SavedRun:
             may come from a stranger: it names what `factory.ALLOWED` lists, and nothing else.
     """
     checkpoint = find_checkpoint(Path(path), step)
-    index = files.read_index(checkpoint) or {}
-    about = index.get("about")
-    if not isinstance(about, dict) or not isinstance(about.get("config"), dict):
-        raise ValueError(f"{checkpoint} does not say what it is a checkpoint of: it was written by an earlier version")
+    saved_step, about = read_about(checkpoint)
     folder = checkpoint.parent.parent
     config = {**about["config"], "trust": []}
     top = top_level(config, folder.resolve().name)  # `.` has a name too
-    return SavedRun(folder, checkpoint, index["step"], config, top, about.get("data", {}))
-
-
-def find_checkpoint(path: Path, step: int | None = None) -> Path:
-    """The folder of a whole checkpoint; see `open_run`."""
-    if (path / files.INDEX).exists() and files.newest_first(path.parent):
-        found = [path]
-    elif not path.is_dir():
-        raise ValueError(f"there is no folder {path}: give that of a run, such as runs/NAME")
-    else:
-        found = files.newest_first(path / "checkpoints")
-    if step is not None:
-        steps = [int(checkpoint.name[5:]) for checkpoint in found]
-        if step not in steps:
-            there = ", ".join(map(str, steps)) or "none"
-            raise ValueError(f"{path} has no checkpoint of step {step}; there are {there}")
-        found = [found[steps.index(step)]]
-    faults = []
-    for checkpoint in found:
-        try:
-            fault = files.fault(checkpoint)
-        except files.OtherFormat as error:
-            raise ValueError(str(error)) from None
-        if fault is None:
-            return checkpoint
-        faults.append(f"{checkpoint} is damaged: {fault}")
-    raise ValueError("; ".join(faults) or f"{path} has no checkpoint: it is no run's folder, or has not saved yet")
-
-
-def read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """The weights of a whole checkpoint by canonical name; nothing else of it is read."""
-    with ExitStack() as files_open:
-        return {name: read() for name, read in weight_readers(checkpoint, files_open).items()}
-
-
-def weight_readers(checkpoint: Path, files_open: ExitStack) -> dict[str, Callable[[], Tensor]]:
-    """What reads each weight of a whole checkpoint, by canonical name, until `files_open` is closed."""
-    readers: dict[str, Callable[[], Tensor]] = {}
-    for path in sorted(checkpoint.glob("rank-*.safetensors")):
-        file = files_open.enter_context(safe_open(path, "pt"))
-        for key in file.keys():  # noqa: SIM118, it is no mapping
-            if key.startswith(_MODEL):
-                readers[key.removeprefix(_MODEL)] = partial(file.get_tensor, key)
-    return readers
+    return SavedRun(folder, checkpoint, saved_step, config, top, about.get("data", {}))
 
 
 class _Weights:

@@ -69,7 +69,8 @@ class HubTokenizer:
         backend.encode_special_tokens = True
         self.name, self.raw = name, raw
         self.size: int = max(backend.get_vocab().values()) + 1
-        self.fingerprint = hashlib.blake2b(raw, digest_size=16).hexdigest()
+        self.adds_tokens = backend.num_special_tokens_to_add(False) > 0  # around a text, for those who let it
+        self.fingerprint = fingerprint_of(raw)
         self._library = backend
         self._fast = byte_bpe.from_tokenizer_json(raw, self.end_of_text)
         if self._fast and not all(map(self._agree, byte_bpe.CHECK_TEXTS)):
@@ -111,6 +112,11 @@ class HubTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids, control tokens spelt out."""
         return self._library.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def fingerprint_of(raw: bytes) -> str:
+    """`fingerprint` of the tokenizer with this tokenizer.json."""
+    return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
 
 def threads() -> int:

@@ -1,0 +1,124 @@
+"""A checkpoint as a folder that `transformers` loads. Written without transformers: JSON and safetensors."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from muown_train.data.tokenizer import TOKENIZER, HubTokenizer
+from muown_train.factory import all_settings
+from muown_train.files import PARTIAL, sync
+from muown_train.hf import layouts
+from muown_train.hf.card import card
+from muown_train.hf.common import ORIGIN
+from muown_train.saved_run import SavedRun
+
+WEIGHTS = "model.safetensors"
+_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")  # a row for each token
+
+
+def export(saved: SavedRun, out: Path, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Write the folder `out`, whole or not at all; an earlier export there is replaced.
+
+    The rows of the vocabulary that the tokenizer has no token for are cut off. The tokenizer adds no tokens of its own,
+    as it did not in training.
+
+    Args:
+        dtype: of the weights, float32 or bfloat16.
+
+    Returns:
+        What is said of it: `architecture`, `parameters`, `vocabulary`, `cut` rows, `bytes` of weights.
+
+    Raises:
+        ValueError: transformers has no such model, the run has no tokenizer, or `out` is something else.
+    """
+    layout = layouts.of_target(saved.config["model"]["_target_"])
+    settings = all_settings(saved.config["model"], "model")
+    tokenizer = saved.tokenizer()
+    replaceable(out)
+    weights = layout.exported(saved.weights())
+    for name in weights:
+        if name in _VOCABULARY:
+            weights[name] = weights[name][: tokenizer.size]
+    weights = {name: weight.to(dtype).contiguous() for name, weight in weights.items()}
+    facts = {
+        "architecture": layout.ARCHITECTURE,
+        "parameters": sum(weight.numel() for weight in weights.values()),
+        "vocabulary": tokenizer.size,
+        "cut": settings["vocab_size"] - tokenizer.size,
+        "bytes": sum(weight.numel() * weight.element_size() for weight in weights.values()),
+    }
+    # transformers 5 calls it dtype and reads the older name as well
+    common = {"torch_dtype": str(dtype).removeprefix("torch."), "vocab_size": tokenizer.size}
+    ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
+    kind = {"architectures": [layout.ARCHITECTURE], "model_type": layout.MODEL_TYPE}
+    origin = {"run": saved.folder.name, "step": saved.step, "tokenizer_hash": tokenizer.fingerprint}
+    texts = {
+        "config.json": _json(kind | layout.config(settings) | common | ends),
+        "generation_config.json": _json(ends | {"pad_token_id": tokenizer.end_of_text}),
+        **_tokenizer_files(tokenizer, settings["seq_len"]),
+        "README.md": card(saved, facts, settings),
+    }
+    _publish(out, origin, texts, weights)
+    return facts
+
+
+def replaceable(out: Path) -> None:
+    """Check that an export may be put there.
+
+    Raises:
+        ValueError: it exists and is no earlier export.
+    """
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise ValueError(f"{out} is no folder: give another --out")
+    if out.exists() and any(out.iterdir()) and not (out / ORIGIN).exists():
+        raise ValueError(f"{out} exists and is no earlier export (it has no {ORIGIN}): give another --out")
+
+
+def _tokenizer_files(tokenizer: HubTokenizer, longest: int) -> dict[str, str]:
+    described = tokenizer.raw.decode()
+    if tokenizer.adds_tokens:  # around every text, where the model has never seen them
+        described = _json(json.loads(described) | {"post_processor": None})
+    end = tokenizer.decode([tokenizer.end_of_text])
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # takes tokenizer.json as it is, in all versions
+        "bos_token": end,
+        "eos_token": end,
+        "pad_token": end,
+        "model_max_length": longest,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {TOKENIZER: described, "tokenizer_config.json": _json(settings)}
+
+
+def _publish(out: Path, origin: Mapping[str, Any], texts: Mapping[str, str], weights: dict[str, Tensor]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial, replaced = out.with_name(out.name + PARTIAL), out.with_name(out.name + ".replaced")
+    for leftover in (partial, replaced):  # of an export that was killed
+        replaceable(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir()
+    try:
+        (partial / ORIGIN).write_text(_json(origin))  # first, so that a leftover is known as ours
+        for name, text in texts.items():
+            (partial / name).write_text(text, encoding="utf-8")
+        save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
+        (partial / WEIGHTS).chmod((partial / ORIGIN).stat().st_mode)  # safetensors leaves it to its owner alone
+        for path in (*partial.iterdir(), partial):
+            sync(path)
+        if out.exists():
+            out.rename(replaced)
+        partial.rename(out)
+        sync(out.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

@@ -1,0 +1,40 @@
+"""Write a run's model as Hugging Face's transformers load it: `python scripts/export_hf.py runs/NAME`.
+
+The folder, RUN/hf by default, holds weights (safetensors), configuration, tokenizer and a model card with the run's
+facts; AutoModelForCausalLM and AutoTokenizer load it. Of an earlier export there nothing stays.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from muown_train.__main__ import WRONG, explained, leave
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: leave(f"error: {message}; see --help", WRONG)  # type: ignore[method-assign]
+    parser.add_argument("run", metavar="RUN", help="folder of a run, or of one of its checkpoints")
+    parser.add_argument("--out", type=Path, help="folder of the export (default RUN/hf)")
+    parser.add_argument("--step", type=int, help="after which update (default the newest checkpoint)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (float32)")
+    arguments = parser.parse_args()
+    with explained([]):
+        import torch
+
+        from muown_train.hf.export import export
+        from muown_train.saved_run import open_run
+
+        saved = open_run(arguments.run, arguments.step)
+        out = arguments.out or saved.folder / "hf"
+        print(f"{saved.folder} after update {saved.step:,} -> {out}", flush=True)
+        facts = export(saved, out, getattr(torch, arguments.dtype))
+    cut = f" ({facts['cut']} padded rows cut off)" * bool(facts["cut"])
+    print(f"  {facts['architecture']}, {facts['parameters']:,} parameters, vocabulary {facts['vocabulary']:,}{cut}")
+    print(
+        f"  {arguments.dtype}, {facts['bytes'] / 1e6:,.1f} MB: {', '.join(sorted(path.name for path in out.iterdir()))}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""Read a model of Hugging Face's transformers as a run: `python scripts/import_hf.py DIR --out runs/NAME`.
+
+DIR holds config.json, model.safetensors and tokenizer.json, as save_pretrained or scripts/export_hf.py write them, of a
+Llama with tied embeddings, as many heads of keys and values as of queries and no biases, or of a Qwen2. What is written
+holds weights, configuration and tokenizer: all that reads runs reads it, and init_from= trains on from it.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from muown_train.__main__ import WRONG, explained, leave
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: leave(f"error: {message}; see --help", WRONG)  # type: ignore[method-assign]
+    parser.add_argument("folder", metavar="DIR", type=Path, help="folder to read")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run to write")
+    arguments = parser.parse_args()
+    with explained([]):
+        from muown_train.hf.importing import import_folder, training_settings
+
+        print(f"{arguments.folder} -> {arguments.out}", flush=True)
+        imported = import_folder(arguments.folder, arguments.out)
+        words = training_settings(imported.model)
+    print(f"  {imported.model['_target_'].rpartition('.')[2]}, {imported.parameters:,} parameters")
+    if not imported.tokenizer:
+        print("  no tokenizer.json there: it can be trained on, and neither sampled nor exported")
+    print(f"  to train on: python -m muown_train init_from={arguments.out} {' '.join(words)} data=…")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""Exports as transformers reads them: the same logits, ids and greedy samples."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from muown_train.data.tokenizer import read_tokenizer
+from muown_train.distributed import World
+from muown_train.hf.export import export
+from muown_train.hf.folder import read_folder
+from muown_train.hf.importing import import_folder
+from muown_train.models.generate import generate
+from muown_train.saved_run import open_run, write_run
+from tests.ranks import on_ranks
+from tests.runs import trained
+
+transformers = pytest.importorskip("transformers")
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "tokenizers"
+TEXTS = (
+    "The kaban of lodor has 7 mifils.",
+    "def f(x):\n    return {'a': [x, 1_000.5e-3]}\r\n\t\t# tabs   and   spaces \n\n\n",
+    "Äöü ß — “quotes” … ﬁ ligature, e\u0301 combining, \u00a0 no-break\u200b",
+    "日本語のテキスト、한국어 텍스트, русский текст, العربية, हिन्दी, ไทย",
+    "👩‍👩‍👧‍👦 🇩🇪 🏳️‍🌈 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 \U0001f9ff",
+    " leading space",
+    "12345678901234567890",
+    "don't WE'LL they've\u2019s",
+    "\x00\x01\x7f",
+    "",
+)
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs")
+    run = trained(corpus, out, "optim.lr=0.02")
+    assert run.data.tokenizer.size < 4096  # so that there is something to cut
+    return run.folder
+
+
+@pytest.fixture(scope="module")
+def exported(run):
+    export(open_run(run), run / "hf")
+    return run / "hf"
+
+
+def test_logits_are_those_of_the_run(run, exported):
+    saved = open_run(run)
+    size = saved.tokenizer().size
+    ids = torch.randint(size, (3, 32), generator=torch.Generator().manual_seed(0))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported).eval()
+    with torch.no_grad():
+        ours, logits = saved.model()(ids), theirs(ids).logits
+    assert logits.shape == (3, 32, size) and logits.dtype == torch.float32
+    assert ours.abs().max() > 1
+    torch.testing.assert_close(logits, ours[..., :size], atol=1e-5, rtol=1e-5)
+    assert theirs.config.max_position_embeddings == 32 and theirs.lm_head.weight is theirs.model.embed_tokens.weight
+
+
+def test_greedy_samples_are_ours(run, tmp_path):
+    before, generator = open_run(run), torch.Generator().manual_seed(0)
+    # a model trained so little repeats itself, one of random matrices does not
+    varied = {
+        name: 0.5 * torch.randn(w.shape, generator=generator) if w.ndim == 2 else w
+        for name, w in before.weights().items()
+    }
+    varied["embedding.weight"][before.tokenizer().size :] = 0  # never the most likely
+    write_run(tmp_path / "varied", varied, before.config, 1, before.data, before.tokenizer().raw, {})
+    saved = open_run(tmp_path / "varied")
+    export(saved, tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    model, tokenizer = saved.model(), saved.tokenizer()
+    for prompt in ("The", "The kaban of", "has 7"):
+        ids = tokenizer.encode_batch([prompt])[0].tolist()
+        ours = generate(model, ids, 20, 32, temperature=0)
+        options = dict(max_new_tokens=20, do_sample=False, eos_token_id=None)
+        new = theirs.generate(torch.tensor([ids]), **options)[0, len(ids) :]
+        assert new.tolist() == ours and len(set(ours)) > 5
+
+
+def assert_same_ids(folder: Path, tokenizer) -> None:
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    for text, ids in zip(TEXTS, tokenizer.encode_batch(list(TEXTS)), strict=True):
+        assert theirs(text).input_ids == ids.tolist(), text
+        assert theirs.decode(ids.tolist()) == tokenizer.decode(ids.tolist())
+    assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.end_of_text
+    assert len(theirs) == tokenizer.size
+
+
+def test_ids_are_those_of_the_run(run, exported):
+    assert_same_ids(exported, open_run(run).tokenizer())
+    assert transformers.AutoTokenizer.from_pretrained(exported).model_max_length == 32
+
+
+def with_tokenizer(run: Path, out: Path, raw: bytes, size: int) -> Path:
+    """The run with another tokenizer and an embedding for it."""
+    saved = open_run(run)
+    config = {**saved.config, "model": {**saved.config["model"], "vocab_size": size}}
+    weights = saved.weights() | {"embedding.weight": torch.randn(size, 32)}
+    write_run(out, weights, config, 1, {}, raw, {})
+    export(open_run(out), out / "hf")
+    return out
+
+
+@pytest.mark.parametrize(
+    "name, size",
+    [
+        ("gpt_neox_20b_tokenizer.json", 50280),
+        pytest.param("qwen2_tokenizer.json", 151936, marks=pytest.mark.slow),
+        pytest.param("gpt2.tiktoken", 50304, marks=pytest.mark.slow),
+    ],
+)
+def test_ids_of_known_tokenizers(run, tmp_path, name, size):
+    if not SHARED.exists():
+        pytest.skip("no shared/tokenizers here")
+    folder = with_tokenizer(run, tmp_path / "other", read_tokenizer(str(SHARED / name)), size)
+    assert_same_ids(folder / "hf", open_run(folder).tokenizer())
+
+
+def test_a_tokenizer_that_adds_tokens_adds_none(run, tmp_path):
+    template = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+    template["special_tokens"] = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}}
+    first, text = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    template |= {"single": [first, text], "pair": [first, text, {"Sequence": {"id": "B", "type_id": 1}}]}
+    raw = json.dumps(json.loads(open_run(run).tokenizer().raw) | {"post_processor": template}).encode()
+    folder = with_tokenizer(run, tmp_path / "other", raw, 4096)
+    assert_same_ids(folder / "hf", open_run(folder).tokenizer())
+    assert read_folder(folder / "hf").tokenizer_hash == open_run(folder).tokenizer().fingerprint
+
+
+def test_export_and_import_give_the_same_bits(run, exported, tmp_path):
+    import_folder(exported, tmp_path / "back")
+    before, after = open_run(run), open_run(tmp_path / "back")
+    size = before.tokenizer().size
+    weights = before.weights()
+    weights["embedding.weight"] = weights["embedding.weight"][:size]
+    found = after.weights()
+    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+    assert after.step == before.step == 12 and after.tokenizer().fingerprint == before.tokenizer().fingerprint
+    ids = torch.randint(size, (2, 32))
+    with torch.no_grad():
+        torch.testing.assert_close(after.model()(ids), before.model()(ids)[..., :size], atol=1e-6, rtol=1e-6)
+
+
+def train_on_this_rank(world: World, corpus: Path, out: Path) -> dict[str, torch.Tensor]:
+    model = trained(corpus, out, "micro_batch=1", world=world).model
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.slow
+def test_of_a_run_of_two_ranks(corpus, tmp_path):
+    weights = on_ranks(2, train_on_this_rank, corpus, tmp_path)[0]
+    export(open_run(tmp_path / "run"), tmp_path / "hf")
+    theirs = dict(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").named_parameters())
+    _, _, v = weights["blocks.1.attention.qkv.weight"].chunk(3)
+    assert torch.equal(theirs["model.layers.1.self_attn.v_proj.weight"], v)
+    assert torch.equal(theirs["model.layers.1.mlp.down_proj.weight"], weights["blocks.1.mlp.out.weight"])
+
+
+def test_bfloat16(run, tmp_path):
+    facts = export(open_run(run), tmp_path / "hf", torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    assert model.dtype == torch.bfloat16 and facts["bytes"] == 2 * sum(p.numel() for p in model.parameters())
+    assert model.num_parameters() == facts["parameters"]
+
+
+def test_the_card_tells_of_the_run(run, exported):
+    card = (exported / "README.md").read_text()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    loss = [line["valid/loss"] for line in lines if "valid/loss" in line][-1]
+    assert f"{loss:.4f}" in card and "3,072 tokens: 12 of 12 updates of 256" in card
+    assert "Muown, lr 0.02, weight decay 0 (matrix)" in card and "AdamW, lr 0.02" in card
+    example = card.partition("```python\n")[2].partition("```")[0].replace('"."', repr(str(exported)))
+    exec(example, {})
+
+
+def test_an_earlier_export_is_replaced_and_nothing_else_is(run, tmp_path):
+    saved, out = open_run(run), tmp_path / "hf"
+    export(open_run(run, step=8), out)
+    (out / "left.txt").write_text("of the first export")
+    export(saved, out)
+    assert json.loads((out / "muown_train.json").read_text())["step"] == 12
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"] and not (out / "left.txt").exists()
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="mine exists and is no earlier export"):
+        export(saved, mine)
+    assert (mine / "thesis.tex").read_text() == "years of work"
+
+
+def test_an_export_that_fails_leaves_the_one_before(run, tmp_path, monkeypatch):
+    saved, out = open_run(run), tmp_path / "hf"
+    export(open_run(run, step=8), out)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("muown_train.hf.export.save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        export(saved, out)
+    assert read_folder(out).origin["step"] == 8 and [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_what_cannot_be_exported_is_said(run, tmp_path, corpus):
+    saved = open_run(run)
+    other = {**saved.config, "model": {"_target_": "muown_train.models.speedrun.Speedrun"}}
+    write_run(tmp_path / "other", saved.weights(), other, 1, saved.data, None, {})
+    with pytest.raises(ValueError, match="transformers has no model like Speedrun: only GPT and Qwen2"):
+        export(open_run(tmp_path / "other"), tmp_path / "hf")
+    write_run(tmp_path / "random", saved.weights(), saved.config, 1, saved.data, None, {})
+    with pytest.raises(ValueError, match="random data have no tokenizer"):
+        export(open_run(tmp_path / "random"), tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()

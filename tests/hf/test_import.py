@@ -1,0 +1,183 @@
+"""Folders that transformers wrote, as runs; and what of them does not fit, in a sentence."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from muown_train.__main__ import WRONG
+from muown_train.data.bpe import train_bpe
+from muown_train.hf import llama, qwen2
+from muown_train.hf.export import export
+from muown_train.hf.folder import read_folder
+from muown_train.hf.importing import import_folder, training_settings
+from muown_train.saved_run import open_run
+from scripts import export_hf, import_hf
+
+transformers = pytest.importorskip("transformers")
+SIZES = dict(vocab_size=101, hidden_size=24, intermediate_size=40, num_hidden_layers=2, max_position_embeddings=16)
+LLAMA = SIZES | dict(num_attention_heads=4, tie_word_embeddings=True, rms_norm_eps=1e-5)
+QWEN2 = SIZES | dict(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+
+
+def with_noise(model):
+    """Biases and gains that are not zeros and ones, which would hide a mistake."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model.eval()
+
+
+def saved_llama(folder, **changes):
+    model = with_noise(transformers.LlamaForCausalLM(transformers.LlamaConfig(**(LLAMA | changes))))
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("shard", ["1GB", "10KB"])
+def test_a_llama_of_transformers(tmp_path, shard):
+    theirs = saved_llama(tmp_path / "llama")
+    theirs.save_pretrained(tmp_path / "llama", max_shard_size=shard)
+    imported = import_folder(tmp_path / "llama", tmp_path / "run")
+    assert imported.parameters == theirs.num_parameters() and not imported.tokenizer
+    ours = open_run(tmp_path / "run").model()
+    ids = torch.randint(101, (2, 16))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-5, rtol=1e-5)
+    assert training_settings(imported.model) == [
+        *("model=tiny", "model.vocab_size=101", "model.layers=2", "model.dim=24"),
+        *("+model.mlp_hidden=40", "+model.rope_base=10000.0", "+model.norm_eps=1e-05"),
+    ]
+
+
+def test_bfloat16_becomes_float32(tmp_path):
+    saved_llama(tmp_path / "llama").to(torch.bfloat16).save_pretrained(tmp_path / "llama")
+    weights = read_folder(tmp_path / "llama").weights
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        (dict(tie_word_embeddings=False), "tie_word_embeddings=False: of a llama model only tie_word_embeddings=True"),
+        (dict(num_key_value_heads=2), "num_key_value_heads=2: of a llama model only num_key_value_heads=4"),
+        (dict(attention_bias=True), "attention_bias=True"),
+        (dict(mlp_bias=True), "mlp_bias=True"),
+        (dict(head_dim=8), "head_dim=8"),
+        (dict(hidden_act="gelu"), "hidden_act='gelu'"),
+        (dict(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}), "rotates by .*linear"),
+    ],
+)
+def test_a_llama_that_our_gpt_is_not(tmp_path, changes, says):
+    saved_llama(tmp_path / "llama", **changes)
+    with pytest.raises(ValueError, match=f"llama: config.json (has )?{says}"):
+        import_folder(tmp_path / "llama", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def edited(folder, **changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_what_is_no_such_folder(tmp_path):
+    folder, out = tmp_path / "llama", tmp_path / "run"
+    with pytest.raises(ValueError, match=r"has no config.json"):
+        import_folder(tmp_path, out)
+    saved_llama(folder)
+    edited(folder, model_type="gpt2")
+    with pytest.raises(ValueError, match=r"model_type='gpt2': only llama and qwen2"):
+        import_folder(folder, out)
+    edited(folder, model_type="llama", num_hidden_layers=3)
+    with pytest.raises(ValueError, match=r"there is no weight model.layers.2.input_layernorm.weight in"):
+        import_folder(folder, out)
+    edited(folder, num_hidden_layers=1)
+    with pytest.raises(ValueError, match=r"there is a weight model.layers.1\S+ \(9 such\) that has no place"):
+        import_folder(folder, out)
+    edited(folder, num_hidden_layers=2, intermediate_size=56)
+    with pytest.raises(ValueError, match=r"blocks.0.mlp.gate_up.weight has shape \(80, 24\)"):
+        import_folder(folder, out)
+    edited(folder, hidden_size="24")
+    with pytest.raises(ValueError, match=r"hidden_size='24': it must be a positive integer"):
+        import_folder(folder, out)
+    (folder / "model.safetensors").write_bytes(b"nonsense, but long enough")
+    edited(folder, hidden_size=24)
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged"):
+        import_folder(folder, out)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"there is no model\*.safetensors"):
+        import_folder(folder, out)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json is no JSON"):
+        import_folder(folder, out)
+
+
+def test_configurations_of_both_versions_of_transformers():
+    settings = llama.settings(LLAMA | {"rope_theta": 5e5})  # before 5
+    assert settings == llama.settings(LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
+    assert settings["rope_base"] == 5e5 and llama.settings(LLAMA)["rope_base"] == 1e4
+    assert llama.settings(LLAMA | llama.config(settings)) == settings
+
+
+def test_qwen2_has_the_names_and_sizes_of_transformers():
+    settings = qwen2.settings(QWEN2)
+    config = transformers.Qwen2Config(vocab_size=101, **qwen2.config(settings))
+    theirs = dict(transformers.Qwen2ForCausalLM(config).named_parameters())
+    ours = qwen2.imported(theirs, settings)
+    assert ours.keys() == {f"qwen2.{name}" for name in theirs}
+    assert qwen2.exported(ours).keys() == theirs.keys()
+    assert qwen2.settings(config.to_dict()) == settings
+    assert (config.rope_parameters["rope_theta"], config.rms_norm_eps) == (10_000.0, 1e-6)
+    with pytest.raises(ValueError, match="use_sliding_window=True"):
+        qwen2.settings(QWEN2 | {"use_sliding_window": True})
+
+
+def test_a_qwen2_of_transformers_and_back(tmp_path):
+    pytest.importorskip("muown_train.models.qwen2")
+    config = transformers.Qwen2Config(**(QWEN2 | {"vocab_size": 300}))
+    theirs = with_noise(transformers.Qwen2ForCausalLM(config))
+    theirs.save_pretrained(tmp_path / "qwen2")
+    (tmp_path / "qwen2" / "tokenizer.json").write_bytes(train_bpe(lambda: iter(["a text"])))
+    imported = import_folder(tmp_path / "qwen2", tmp_path / "run")
+    assert {"model=qwen2_0_5b", "model.heads=4"} <= set(training_settings(imported.model))
+    saved = open_run(tmp_path / "run")
+    export(saved, tmp_path / "hf")
+    size = saved.tokenizer().size
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert size < 300 and type(again) is type(theirs)
+    ids = torch.randint(size, (2, 16))
+    with torch.no_grad():
+        logits = theirs(ids).logits
+        torch.testing.assert_close(saved.model()(ids), logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(again(ids).logits, logits[..., :size], atol=1e-5, rtol=1e-5)
+
+
+def said(monkeypatch, capsys, script, *words) -> tuple[int, str]:
+    """Exit status and output of a script."""
+    monkeypatch.setattr(sys, "argv", ["script", *map(str, words)])
+    try:
+        status = script.main() or 0
+    except SystemExit as end:
+        status = end.code
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+def test_the_scripts(tmp_path, monkeypatch, capsys):
+    saved_llama(tmp_path / "llama", vocab_size=300)
+    (tmp_path / "llama" / "tokenizer.json").write_bytes(train_bpe(lambda: iter(["a text"])))
+    words = (tmp_path / "llama", "--out", tmp_path / "run")
+    status, text = said(monkeypatch, capsys, import_hf, *words)
+    assert status == 0 and f"init_from={tmp_path}/run model=tiny model.vocab_size=300" in text
+    status, text = said(monkeypatch, capsys, import_hf, *words)
+    assert status == WRONG and text.endswith("run exists: give another folder, or remove it\n")
+    status, text = said(monkeypatch, capsys, export_hf, tmp_path / "run", "--dtype", "bfloat16")
+    assert status == 0 and "padded rows cut off" in text
+    assert (tmp_path / "run" / "hf" / "config.json").exists()
+    status, text = said(monkeypatch, capsys, export_hf, tmp_path / "run", "--step", 7)
+    assert status == WRONG and "has no checkpoint of step 7; there are 0" in text
+    status, text = said(monkeypatch, capsys, export_hf, tmp_path / "nothing")
+    assert status == WRONG and text.startswith("error: there is no folder")
+    assert "Traceback" not in text

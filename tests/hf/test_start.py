@@ -1,0 +1,145 @@
+"""Runs that start from weights: of a run, of a checkpoint, of an export with a vocabulary cut or padded again."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+
+from muown_train.config import run_name
+from muown_train.hf.export import export
+from muown_train.saved_run import open_run, write_run
+from tests.runs import built, metrics, trained
+
+
+@pytest.fixture(scope="module")
+def source(corpus, tmp_path_factory):
+    run = trained(corpus, tmp_path_factory.mktemp("source"), "name=source")
+    export(open_run(run.folder), run.folder / "hf")
+    return run
+
+
+def first_and_last_loss(run) -> tuple[float, float]:
+    evaluated = [line["valid/loss"] for line in metrics(run.folder) if "valid/loss" in line]
+    return evaluated[0], evaluated[-1]
+
+
+def test_it_begins_where_the_other_ended(corpus, tmp_path, source):
+    run = trained(corpus, tmp_path, f"init_from={source.folder}", "optim.lr=0.001")
+    first, last = first_and_last_loss(run)
+    assert first == first_and_last_loss(source)[1]
+    assert last < first
+    manifest = json.loads((run.folder / "manifest.json").read_text())
+    assert manifest["init_from"] == {"path": str(source.folder), "step": 12, "padded": 0}
+
+
+def test_row_norms_of_the_optimizer_are_those_of_the_weights(corpus, tmp_path, source):
+    run = built(corpus, tmp_path, f"init_from={source.folder}")
+    weights, muown = dict(run.model.named_parameters()), run.trainer.optimizer.optimizers[0]
+    name = "blocks.1.mlp.out.weight"
+    assert torch.equal(weights[name], open_run(source.folder).weights()[name])
+    norms = weights[name].detach().norm(dim=1)
+    torch.testing.assert_close(muown.state[weights[name]]["magnitude"].flatten(), norms)
+    run.close()
+
+
+def test_a_checkpoint_and_an_earlier_one(corpus, tmp_path, source):
+    checkpoint = source.folder / "checkpoints" / "step-00000008"
+    run = built(corpus, tmp_path, f"init_from={checkpoint}")
+    assert run.facts["init_from"]["step"] == 8
+    weights = open_run(checkpoint).weights()
+    assert all(torch.equal(p, weights[name]) for name, p in run.model.named_parameters())
+    run.close()
+
+
+def test_rows_of_the_vocabulary_that_were_cut_come_back(corpus, tmp_path, source):
+    run = built(corpus, tmp_path, f"init_from={source.folder}/hf")
+    size = source.data.tokenizer.size
+    padded = 4096 - size
+    assert padded > 1000 and run.facts["init_from"] == {"path": f"{source.folder}/hf", "step": 12, "padded": padded}
+    weight = run.model.embedding.weight
+    torch.testing.assert_close(weight[size:], weight[:size].mean(0).expand(padded, -1))
+    ids = torch.randint(size, (4, 33))
+    with torch.no_grad():
+        logits, before = run.model(ids[:, :-1]), source.model(ids[:, :-1])
+    assert torch.equal(logits[..., :size], before[..., :size])
+    real, all_rows = logits[..., :size].logsumexp(-1), logits.logsumexp(-1)
+    assert (all_rows - real).max() <= math.log(1 + padded / size) + 1e-5
+    run.close()
+
+
+def test_it_goes_on_without_its_source(corpus, tmp_path, source):
+    moved = shutil.copytree(source.folder, tmp_path / "moved")
+    words = (f"init_from={moved}", "schedule=constant")
+    whole = trained(corpus, tmp_path / "whole", *words)
+    trained(corpus, tmp_path / "cut", *words, "tokens=1536")  # 6 updates
+    shutil.rmtree(moved)
+    again = trained(corpus, tmp_path / "cut", *words)
+    assert again.facts["init_from"]["step"] == 12
+    weights = dict(whole.model.named_parameters())
+    assert all(torch.equal(p, weights[name]) for name, p in again.model.named_parameters())
+
+
+def test_it_does_not_go_on_from_other_weights(corpus, tmp_path, source):
+    trained(corpus, tmp_path, f"init_from={source.folder}")
+    with pytest.raises(ValueError, match=r"holds a run with init_from=.*source, this one has init_from=None"):
+        built(corpus, tmp_path)
+    with pytest.raises(ValueError, match=r"holds a run with init_from=.*source, this one has init_from=.*/hf"):
+        built(corpus, tmp_path, f"init_from={source.folder}/hf")
+
+
+def test_it_is_in_the_name():
+    choices = {"model": "tiny", "optim": "muown"}
+    names = {run_name(choices, words, 0) for words in ([], ["init_from=runs/a"], ["init_from=runs/b"])}
+    assert len(names) == 3
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["model.heads=4"], "init_from=.* has heads=2, this run has model.heads=4"),
+        (["+model.rope_base=10000"], "has rope_base=500000.0, this run has model.rope_base=10000"),
+        (["model.dim=64"], "has dim=32, this run has model.dim=64"),
+        (
+            ["+model.mlp_hidden=100"],
+            "does not fit: blocks.0.mlp.gate_up.weight has shape .*512, 32.* in the",
+        ),
+        (["model.vocab_size=300"], "does not fit: embedding.weight has shape .*4096, 32"),
+    ],
+)
+def test_another_model_is_said_before_data_are_read(source, tmp_path, words, says):
+    with pytest.raises(ValueError, match=says):
+        built(tmp_path / "nothing", tmp_path, f"init_from={source.folder}", *words)
+
+
+def test_another_tokenizer_is_said(source, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    for i in range(30):
+        (other / f"{i}.txt").write_text(f"Quite another text, number {i}. " * 40)
+    with pytest.raises(ValueError, match=r"was trained with another tokenizer than that of the data, bpe-4096"):
+        built(other, tmp_path, f"init_from={source.folder}")
+    words = (f"init_from={source.folder}/hf", f"data.tokenizer={source.folder}/hf/tokenizer.json")
+    built(other, tmp_path, *words).close()
+
+
+@pytest.mark.parametrize("what", ["nothing", "empty", "damaged"])
+def test_what_is_no_source_is_said(corpus, source, tmp_path, what):
+    folder = tmp_path / what
+    says = {"nothing": "there is no folder", "empty": "has no checkpoint", "damaged": "is damaged"}[what]
+    if what == "empty":
+        folder.mkdir()
+    if what == "damaged":
+        saved = open_run(source.folder)
+        write_run(folder, saved.weights(), saved.config, 1, saved.data, None, {})
+        file = next(folder.glob("checkpoints/*/rank*.safetensors"))
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"init_from=.*{what}: .*{says}"):
+        built(corpus, tmp_path, f"init_from={folder}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_wrong_value_is_said(corpus, tmp_path):
+    with pytest.raises(ValueError, match="init_from=3 must be a folder, or null"):
+        built(corpus, tmp_path, "init_from=3")
