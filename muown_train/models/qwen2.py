@@ -16,7 +16,7 @@ from muown_train.models.language_model import LanguageModel, check_sizes
 try:
     from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 except ImportError as error:
-    raise ImportError(f"Qwen2 needs transformers: pip install 'muown-train[qwen2]' ({error})") from None
+    raise ImportError(f"Qwen2 needs transformers: pip install -e '.[qwen2]' ({error})") from None
 
 
 class Qwen2(LanguageModel):
@@ -58,6 +58,10 @@ class Qwen2(LanguageModel):
         if heads % kv_heads:
             raise ValueError(f"model.kv_heads={kv_heads} must divide model.heads={heads}")
         self.vocab_size, self.layers, self.dim, self.seq_len = vocab_size, layers, dim, seq_len
+        rotation: dict[str, Any] = {  # as transformers before 5 calls it, and since
+            "rope_theta": rope_base,
+            "rope_parameters": {"rope_type": "default", "rope_theta": rope_base},
+        }
         config = Qwen2Config(
             vocab_size=vocab_size,
             hidden_size=dim,
@@ -69,8 +73,7 @@ class Qwen2(LanguageModel):
             rms_norm_eps=norm_eps,
             initializer_range=init_std,
             tie_word_embeddings=True,
-            rope_theta=rope_base,  # of transformers before 5
-            rope_parameters={"rope_type": "default", "rope_theta": rope_base},
+            **rotation,
         )
         self.qwen2 = Qwen2ForCausalLM(config)
 
@@ -91,7 +94,7 @@ class Qwen2(LanguageModel):
         return 6.0 * multiplying + 12.0 * self.layers * self.dim * self.seq_len
 
 
-class _Cache(DynamicCache):  # type: ignore[misc]
+class _Cache(DynamicCache):
     """A cache of theirs for one forward pass, filled from ours, which gets what is added."""
 
     def __init__(self, ours: KeyValueCache) -> None:
@@ -100,6 +103,9 @@ class _Cache(DynamicCache):  # type: ignore[misc]
         for layer, (k, v) in ours.layers.items():
             super().update(k, v, layer)
 
-    def update(self, k: Tensor, v: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        k, v = self.ours.layers[layer] = super().update(k, v, layer, *args, **kwargs)
-        return k, v
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        whole: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.ours.layers[layer_idx] = whole
+        return whole

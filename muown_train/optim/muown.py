@@ -14,7 +14,6 @@ W, g keeps its sign, or R would flip against its momentum; a row is not decayed 
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
