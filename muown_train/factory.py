@@ -18,6 +18,8 @@ _OURS = "Lion Muon Muown MuownSign NorMuon NorMuown SOAP"
 ALLOWED = frozenset(
     {
         "muown_train.models.gpt.GPT",
+        "muown_train.models.qwen2.Qwen2",
+        "muown_train.models.speedrun.Speedrun",
         "muown_train.models.track3.Track3",
         *(f"muown_train.optim.{name}" for name in _OURS.split()),
         *(f"torch.optim.{name}" for name in _TORCH.split()),

@@ -23,7 +23,17 @@ from muown_train.optim.base import MatrixOptimizer
 from muown_train.secrets import redacted_tree
 from muown_train.trainer import Settings
 
-_PACKAGES = ("muown-train", "torch", "numpy", "tiktoken", "tokenizers", "datasets", "safetensors", "hydra-core")
+_PACKAGES = (
+    "muown-train",
+    "torch",
+    "numpy",
+    "tiktoken",
+    "tokenizers",
+    "transformers",
+    "datasets",
+    "safetensors",
+    "hydra-core",
+)
 
 
 def describe(

@@ -263,14 +263,25 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
 
 
-@pytest.mark.parametrize("model", ["tiny", "67m", "124m", "308m", "500m", "1b", "2_7b"])
+# tokens of a row and of an evaluation, and data with their tokenizer, where it is not that of the paper's GPTs
+SETTINGS = {
+    "124m": (1024, 4e6),
+    "qwen2_0_5b": (2048, 1e7, "sample-10BT", "Qwen/Qwen2-0.5B"),
+    "speedrun": (1024, 10_485_760, None, "gpt2"),
+    "track3": (1024, 10_485_760, None, "gpt2"),
+}
+
+
+@pytest.mark.parametrize("model", options("model"))
 def test_a_model_of_the_paper_brings_its_setting_unless_told_otherwise(model):
     config = configured(f"model={model}")
     paper = model != "tiny"
-    assert ("fineweb" in str(config.data.get("path"))) == paper
+    assert ("tokenizer" in config.data) == paper
     assert config.batch_tokens == (524288 if paper else 4096)
     if paper:
-        assert config.data.tokenizer == "EleutherAI/gpt-neox-20b" and config.data.name == "sample-100BT"
-        assert (config.seq_len, config.valid_tokens) == ((1024, 4e6) if model == "124m" else (2048, 1e7))
+        expected = SETTINGS.get(model, (2048, 1e7))
+        data = (config.data.get("name"), config.data.tokenizer)
+        assert (config.seq_len, config.valid_tokens) == expected[:2]
+        assert data == (expected[2:] or ("sample-100BT", "EleutherAI/gpt-neox-20b"))
     other = configured(f"model={model}", "data=stdlib", "tokens=1e6", "seq_len=512")
     assert "path" not in other.data and other.tokens == 1e6 and other.model.seq_len == 512

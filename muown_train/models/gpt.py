@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from muown_train.models.attention import causal_attention
 from muown_train.models.cross_entropy import linear_cross_entropy
 from muown_train.models.kv_cache import KeyValueCache, attention_after
-from muown_train.models.language_model import LanguageModel
+from muown_train.models.language_model import LanguageModel, check_sizes
 
 
 def mlp_hidden_size(dim: int, multiple: int = 256) -> int:
@@ -123,10 +123,7 @@ class GPT(LanguageModel):
     ) -> None:
         super().__init__()
         hidden = mlp_hidden_size(dim) if mlp_hidden is None else mlp_hidden
-        sizes = dict(vocab_size=vocab_size, layers=layers, dim=dim, heads=heads, seq_len=seq_len, mlp_hidden=hidden)
-        for name, size in sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"model.{name}={size!r} must be a positive integer")
+        check_sizes(vocab_size=vocab_size, layers=layers, dim=dim, heads=heads, seq_len=seq_len, mlp_hidden=hidden)
         if dim % heads or (dim // heads) % 2:
             raise ValueError(f"model.dim={dim} does not split into model.heads={heads} heads of even size")
         if isinstance(checkpointed, bool) or not isinstance(checkpointed, int) or not 0 <= checkpointed <= layers:

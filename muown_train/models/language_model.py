@@ -30,3 +30,14 @@ class LanguageModel(nn.Module):
         appendix B), which does not discount the causal mask.
         """
         raise NotImplementedError
+
+
+def check_sizes(**sizes: object) -> None:
+    """Refuse sizes of a model that are no positive integers.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"model.{name}={size!r} must be a positive integer")

@@ -16,7 +16,7 @@ from muown_train.models.attention import causal_attention
 from muown_train.models.cross_entropy import linear_cross_entropy, softcapped
 from muown_train.models.gpt import rotate
 from muown_train.models.kv_cache import KeyValueCache, attention_after
-from muown_train.models.language_model import LanguageModel
+from muown_train.models.language_model import LanguageModel, check_sizes
 
 ATTENTION_SCALE = 0.12  # of q k^T, in place of 1 / sqrt(128) = 0.088
 SOFTCAP = 15.0
@@ -111,10 +111,7 @@ class Track3(LanguageModel):
         self, vocab_size: int = 50304, layers: int = 12, dim: int = 768, heads: int = 6, seq_len: int = 1024
     ) -> None:
         super().__init__()
-        sizes = dict(vocab_size=vocab_size, layers=layers, dim=dim, heads=heads, seq_len=seq_len)
-        for name, size in sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"model.{name}={size!r} must be a positive integer")
+        check_sizes(vocab_size=vocab_size, layers=layers, dim=dim, heads=heads, seq_len=seq_len)
         if dim % (4 * heads):
             raise ValueError(f"model.dim={dim} does not split into model.heads={heads} heads of a multiple of 4")
         self.vocab_size, self.layers, self.dim, self.seq_len = vocab_size, layers, dim, seq_len

@@ -214,14 +214,15 @@ class MatrixOptimizer(EagerOptimizer):
         check_blocks(name, W, group["blocks"])
 
 
-def adjust_lr(adjust_lr_fn: str | None, m: int, n: int) -> float:
+def adjust_lr(adjust_lr_fn: str | None, m: int, n: int, direction_scale: float = 0.2) -> float:
     """The factor of the learning rate of an m by n matrix.
 
-    "match_rms_adamw": 0.2 sqrt(max(m, n)), the size of Adam's updates (Liu et al. 2025, "Muon is scalable").
+    "match_rms_adamw": direction_scale sqrt(max(m, n)), of 0.2 the size of Adam's updates (Liu et al. 2025, "Muon is
+    scalable").
     "original": sqrt(max(1, m/n)) (Jordan et al. 2024). None: 1.
     """
     if adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(m, n))
+        return float(direction_scale) * math.sqrt(max(m, n))
     if adjust_lr_fn == "original":
         return math.sqrt(max(1.0, m / n))
     return 1.0

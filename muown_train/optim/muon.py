@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import Kept, MatrixOptimizer, Number, adjust_lr, subtract
+from .base import Kept, MatrixOptimizer, Number, adjust_lr, check_number, subtract
 from .eager import Group, State
 from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
 
@@ -25,11 +25,12 @@ class Muon(MatrixOptimizer):
         momentum: decay of the average M <- momentum M + (1 - momentum) G, in [0, 1).
         nesterov: orthogonalise momentum M + (1 - momentum) G rather than M.
         ns_coefficients, ns_steps, eps: of the Newton-Schulz iteration.
-        adjust_lr_fn: factor of lr: "original" or None: sqrt(max(1, m/n)); "match_rms_adamw": 0.2 sqrt(max(m,
-            n)).
+        adjust_lr_fn: factor of lr: "original" or None: sqrt(max(1, m/n)); "match_rms_adamw": direction_scale
+            sqrt(max(m, n)).
         ns_dtype: to iterate in, a dtype or its name. torch.optim.Muon always uses bfloat16; None means
             bfloat16 where the device multiplies in it natively, else float32, and float64 for float64
             parameters.
+        direction_scale: of "match_rms_adamw"; 0.2 in torch.optim.Muon.
 
     State: `momentum_buffer` (m, n), in the parameter's dtype.
 
@@ -49,6 +50,7 @@ class Muon(MatrixOptimizer):
         ns_steps: int = NS_STEPS,
         adjust_lr_fn: str | None = None,
         ns_dtype: torch.dtype | str | None = None,
+        direction_scale: float = 0.2,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -59,6 +61,7 @@ class Muon(MatrixOptimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
+            "direction_scale": direction_scale,
             "ns_dtype": ns_dtype,
             "orthogonalizer": "newton_schulz",
             "blocks": None,
@@ -67,7 +70,11 @@ class Muon(MatrixOptimizer):
 
     def scale(self, group: Group, m: int, n: int) -> float:
         """As the base, but None means "original", as in torch.optim.Muon."""
-        return adjust_lr(group["adjust_lr_fn"] or "original", m, n)
+        return adjust_lr(group["adjust_lr_fn"] or "original", m, n, group["direction_scale"])
+
+    def check_group(self, group: Group) -> None:
+        super().check_group(group)
+        check_number("direction_scale", group["direction_scale"], positive=True)
 
     def init_state(self, W: Tensor, group: Group) -> State:
         return {"momentum_buffer": torch.zeros_like(W)}

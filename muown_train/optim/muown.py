@@ -14,14 +14,13 @@ W, g keeps its sign, or R would flip against its momentum; a row is not decayed 
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import Kept, MatrixOptimizer, Number, check_choice, check_number, check_numbers, subtract
+from .base import Kept, MatrixOptimizer, Number, adjust_lr, check_choice, check_number, check_numbers, subtract
 from .eager import Group, State
 from .magnitude import MAGNITUDES
 from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
@@ -140,9 +139,7 @@ class Muown(MatrixOptimizer):
             raise ValueError(f"reparameterize must be true or false, got {group['reparameterize']!r}")
 
     def scale(self, group: Group, m: int, n: int) -> float:
-        if group["adjust_lr_fn"] == "match_rms_adamw":
-            return float(group["direction_scale"]) * math.sqrt(max(m, n))
-        return super().scale(group, m, n)
+        return adjust_lr(group["adjust_lr_fn"], m, n, group["direction_scale"])
 
     def check_parameter(self, name: str, W: Tensor, group: Group) -> None:
         super().check_parameter(name, W, group)

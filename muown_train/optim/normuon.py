@@ -64,9 +64,9 @@ class NorMuon(_RowStatistics, Muon):
         momentum: decay of the average M <- momentum M + (1 - momentum) G, in [0, 1).
         beta2: decay of v, in [0, 1).
         nesterov: orthogonalise momentum M + (1 - momentum) G rather than M.
-        adjust_lr_fn: factor of lr: "match_rms_adamw": 0.2 sqrt(max(m, n)); "original" or None: the authors'
-            sqrt(max(1, m/n)).
-        orthogonalizer, ns_coefficients, ns_steps, eps, ns_dtype: as in Muown.
+        adjust_lr_fn: factor of lr: "match_rms_adamw": direction_scale sqrt(max(m, n)); "original" or None: the
+            authors' sqrt(max(1, m/n)).
+        orthogonalizer, ns_coefficients, ns_steps, eps, ns_dtype, direction_scale: as in Muown.
 
     State: `momentum_buffer` (m, n), in the parameter's dtype; `row_second_moment` (v, (m,)), in float32 or, for
     float64 parameters, float64.
@@ -89,6 +89,7 @@ class NorMuon(_RowStatistics, Muon):
         ns_steps: int = NS_STEPS,
         eps: float = NS_EPS,
         ns_dtype: torch.dtype | str | None = None,
+        direction_scale: float = 0.2,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -102,6 +103,7 @@ class NorMuon(_RowStatistics, Muon):
             "ns_steps": ns_steps,
             "eps": eps,
             "ns_dtype": ns_dtype,
+            "direction_scale": direction_scale,
             "blocks": None,
         }
         MatrixOptimizer.__init__(self, params, defaults)  # not Muon's, whose defaults are others

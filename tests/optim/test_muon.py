@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from muown_train.optim import Muon
+from muown_train.optim import Muon, NorMuon
 
 
 def pair(*shape, dtype=torch.float32):
@@ -28,7 +28,7 @@ def test_arguments_and_defaults_are_torchs():
     ours = inspect.signature(Muon).parameters
     for name, parameter in inspect.signature(torch.optim.Muon).parameters.items():
         assert ours[name].default == parameter.default
-    assert list(ours) == [*inspect.signature(torch.optim.Muon).parameters, "ns_dtype"]
+    assert list(ours) == [*inspect.signature(torch.optim.Muon).parameters, "ns_dtype", "direction_scale"]
 
 
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12), (16, 16), (1, 8), (8, 1)])
@@ -96,3 +96,14 @@ def test_scales():
     p = torch.nn.Parameter(torch.randn(12, 4))
     optimizer = Muon([{"params": [p], "blocks": (4, 8)}])
     assert optimizer.scales(optimizer.param_groups[0]) == [1.0, math.sqrt(2)]
+
+
+@pytest.mark.parametrize("kind", [Muon, NorMuon])
+def test_a_direction_scale_is_a_factor_of_the_learning_rate(kind):
+    p, q = pair(4, 6)
+    scaled = kind([p], lr=0.01, weight_decay=0.0, adjust_lr_fn="match_rms_adamw", direction_scale=1.0)
+    assert scaled.scales(scaled.param_groups[0]) == [math.sqrt(6)]
+    step_both([p], [q], [scaled, kind([q], lr=0.05, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")])
+    torch.testing.assert_close(p, q)
+    with pytest.raises(ValueError, match=r"direction_scale.*0"):
+        kind([p], direction_scale=0.0)

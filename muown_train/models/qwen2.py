@@ -1,0 +1,111 @@
+"""Qwen2 (Yang et al. 2024, arXiv 2407.10671): the model of `transformers`, built from sizes; nothing is downloaded.
+
+Grouped-query attention with biases on q, k and v, which are matrices of their own, RMSNorm, SwiGLU, RoPE, embeddings
+tied. Only the modules are theirs: the loss is ours, which never holds all logits.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from muown_train.models.cross_entropy import linear_cross_entropy
+from muown_train.models.kv_cache import KeyValueCache
+from muown_train.models.language_model import LanguageModel, check_sizes
+
+try:
+    from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+except ImportError as error:
+    raise ImportError(f"Qwen2 needs transformers: pip install -e '.[qwen2]' ({error})") from None
+
+
+class Qwen2(LanguageModel):
+    """Language model with tied embeddings; `.qwen2` is the Qwen2ForCausalLM.
+
+    Args:
+        vocab_size: rows of the embedding; at least the tokenizer's size.
+        layers, dim, heads: depth, width D, query heads; heads divides dim into heads of even size.
+        kv_heads: heads of keys and values; divides heads.
+        mlp_hidden: inner size of the MLP.
+        seq_len: longest input T.
+        rope_base: of the rotation; 10000 as in the Muown paper and the first phase of Qwen2's pre-training. (The
+            published model has 1000000.)
+        norm_eps: of the norms.
+        init_std: deviation of embeddings and matrices at first; biases are zero, gains one.
+
+    Raises:
+        ValueError: a size below 1, or heads that do not divide.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        layers: int,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        mlp_hidden: int,
+        seq_len: int,
+        rope_base: float = 10_000.0,
+        norm_eps: float = 1e-6,
+        init_std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        check_sizes(vocab_size=vocab_size, layers=layers, dim=dim, heads=heads, kv_heads=kv_heads)
+        check_sizes(mlp_hidden=mlp_hidden, seq_len=seq_len)
+        if dim % heads or (dim // heads) % 2:
+            raise ValueError(f"model.dim={dim} does not split into model.heads={heads} heads of even size")
+        if heads % kv_heads:
+            raise ValueError(f"model.kv_heads={kv_heads} must divide model.heads={heads}")
+        self.vocab_size, self.layers, self.dim, self.seq_len = vocab_size, layers, dim, seq_len
+        rotation: dict[str, Any] = {  # as transformers before 5 calls it, and since
+            "rope_theta": rope_base,
+            "rope_parameters": {"rope_type": "default", "rope_theta": rope_base},
+        }
+        config = Qwen2Config(
+            vocab_size=vocab_size,
+            hidden_size=dim,
+            intermediate_size=mlp_hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            max_position_embeddings=seq_len,
+            rms_norm_eps=norm_eps,
+            initializer_range=init_std,
+            tie_word_embeddings=True,
+            **rotation,
+        )
+        self.qwen2 = Qwen2ForCausalLM(config)
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+        end = inputs.shape[1] + (cache.length if cache is not None else 0)
+        assert end <= self.seq_len, f"input of {end} tokens, model.seq_len is {self.seq_len}"
+        theirs = None if cache is None else _Cache(cache)
+        # by position: their name of the cache's argument differs between versions
+        x = self.qwen2.model(inputs, None, None, theirs, use_cache=cache is not None)[0]  # (B, T, D)
+        weight = self.qwen2.lm_head.weight
+        if targets is None:
+            return F.linear(x, weight)
+        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten())
+
+    def flops_per_token(self) -> float:
+        # the tied embedding multiplies once, as the head
+        multiplying = sum(p.numel() for p in self.parameters() if p.ndim == 2)
+        return 6.0 * multiplying + 12.0 * self.layers * self.dim * self.seq_len
+
+
+class _Cache(DynamicCache):
+    """A cache of theirs for one forward pass, filled from ours, which gets what is added."""
+
+    def __init__(self, ours: KeyValueCache) -> None:
+        super().__init__()
+        self.ours = ours
+        for layer, (k, v) in ours.layers.items():
+            super().update(k, v, layer)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        whole: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.ours.layers[layer_idx] = whole
+        return whole

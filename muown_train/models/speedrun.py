@@ -1,0 +1,107 @@
+"""The GPT of modded-nanogpt's record of 2024-10-10, which the paper's figure of learning rates and widths trains.
+
+github.com/KellerJordan/modded-nanogpt, records/track_1_short/2024-10-10_Muon: heads of 64, RMSNorm without gains, GELU
+MLP of 4 D, the attention branch times 1 / sqrt(2 layers), tied embeddings, no biases, PyTorch's initialisation of
+linear layers, which the tied embedding takes too. The record rotates the other way round, by -t: the same model with
+the halves of every head of q and k exchanged, which neither the initialisation nor the optimizers can tell apart.
+"""
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from muown_train.models.cross_entropy import linear_cross_entropy
+from muown_train.models.gpt import Attention, rotary_table
+from muown_train.models.kv_cache import KeyValueCache
+from muown_train.models.language_model import LanguageModel, check_sizes
+
+
+class MLP(nn.Module):
+    """out(gelu(up(x))), 4 D inside: (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, 4 * dim, bias=False)
+        self.out = nn.Linear(4 * dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(F.gelu(self.up(x)))
+        return out
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, dim: int, heads: int, attention_scale: float, norm_eps: float, layer: int) -> None:
+        super().__init__()
+        self.attention_scale, self.norm_eps = attention_scale, norm_eps
+        self.attention = Attention(dim, heads, layer)
+        self.mlp = MLP(dim)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        x = x + self.attention_scale * self.attention(rms_norm(x, self.norm_eps), cos, sin, cache)
+        x = x + self.mlp(rms_norm(x, self.norm_eps))
+        return x
+
+
+def rms_norm(x: Tensor, eps: float) -> Tensor:
+    """x over the root of its mean square, along the last dimension."""
+    return F.rms_norm(x, x.shape[-1:], eps=eps)
+
+
+class Speedrun(LanguageModel):
+    """Language model with tied embeddings.
+
+    Args:
+        vocab_size: rows of the embedding; at least the tokenizer's size.
+        layers, dim: depth, width D.
+        seq_len: longest input T.
+        head_dim: size of a head, of which there are as many as D holds.
+        rope_base, norm_eps: as in the record.
+
+    Raises:
+        ValueError: a size below 1, heads of odd size, or a width that is no multiple of them.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        layers: int,
+        dim: int,
+        seq_len: int,
+        head_dim: int = 64,
+        rope_base: float = 10_000.0,
+        norm_eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        check_sizes(vocab_size=vocab_size, layers=layers, dim=dim, seq_len=seq_len, head_dim=head_dim)
+        if dim % head_dim or head_dim % 2:
+            raise ValueError(f"model.dim={dim} must be a multiple of model.head_dim={head_dim}, which must be even")
+        self.vocab_size, self.layers, self.dim, self.seq_len = vocab_size, layers, dim, seq_len
+        self.norm_eps = norm_eps
+        scale = 1 / math.sqrt(2 * layers)
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.blocks = nn.ModuleList(Block(dim, dim // head_dim, scale, norm_eps, i) for i in range(layers))
+        cos, sin = rotary_table(head_dim, seq_len, rope_base)
+        self.cos: Tensor
+        self.sin: Tensor
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        nn.init.kaiming_uniform_(self.embedding.weight, a=math.sqrt(5))  # a linear layer's, not N(0, 1) of embeddings
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+        start = cache.length if cache is not None else 0
+        end = start + inputs.shape[1]
+        assert end <= self.seq_len, f"input of {end} tokens, model.seq_len is {self.seq_len}"
+        x = self.embedding(inputs)  # (B, T, D)
+        for block in self.blocks:
+            x = block(x, self.cos[start:end], self.sin[start:end], cache)
+        x = rms_norm(x, self.norm_eps)
+        if targets is None:
+            return F.linear(x, self.embedding.weight)
+        return linear_cross_entropy(x.flatten(0, 1), self.embedding.weight, targets.flatten())
+
+    def flops_per_token(self) -> float:
+        multiplying = sum(p.numel() for p in self.parameters())  # the tied embedding once, as the head
+        return 6.0 * multiplying + 12.0 * self.layers * self.dim * self.seq_len

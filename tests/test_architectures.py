@@ -1,0 +1,75 @@
+"""Every architecture besides our GPT: 50 updates on a CPU, a kill, the rest, and a reader of the run."""
+
+import math
+
+import pytest
+import torch
+
+from muown_train.build import Run, build
+from muown_train.saved_run import open_run
+from muown_train.trainer import Trainer
+from tests.runs import HERE, SMALL, configured, losses, metrics
+
+SETTING = [setting for setting in SMALL if not setting.startswith("model.")]
+SMALL_MODELS = {
+    "qwen2": (
+        "model=qwen2_0_5b",
+        "model.dim=32",
+        "model.heads=4",
+        "model.mlp_hidden=64",
+        "optim.lr=0.01",
+    ),
+    "speedrun_muon": ("experiment=speedrun_muon", "model.dim=32", "model.head_dim=16", "optim.lr=0.01"),
+    "speedrun_muown": ("experiment=speedrun_muown", "model.dim=32", "model.head_dim=16", "optim.lr=0.01"),
+}
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing after it runs."""
+
+
+def made(corpus, out, name: str) -> Run:
+    if name.startswith("qwen2"):
+        pytest.importorskip("transformers")
+    places = (f"data.train={corpus}/*.txt", f"out={out}", f"cache={corpus}/cache")
+    sizes = ("model.layers=2", "model.vocab_size=4096", "compile=false", "tokens=12800")
+    return build(configured(*SETTING, *SMALL_MODELS[name], *sizes, *places), "run", HERE)
+
+
+def trained(corpus, out, name: str) -> Run:
+    run = made(corpus, out, name)
+    assert run.resume() is None
+    run.train()
+    run.close()
+    return run
+
+
+@pytest.mark.parametrize("name", SMALL_MODELS)
+def test_fifty_updates_with_and_without_a_kill(corpus, tmp_path, monkeypatch, name):
+    whole = trained(corpus, tmp_path / "whole", name)
+    lines = metrics(whole.folder)
+    valid = [line["valid/loss"] for line in lines if "valid/loss" in line]
+    assert lines[-1]["step"] == 50
+    assert valid[0] == pytest.approx(math.log(4096), rel=0.05) and valid[-1] < 0.75 * valid[0]
+
+    run = made(corpus, tmp_path / "killed", name)
+    step = Trainer.train_step
+
+    def kill(trainer):
+        if trainer.step == 30:
+            raise Killed
+        return step(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", kill)
+        with pytest.raises(Killed):
+            run.trainer.fit()
+    run.close()
+    resumed = trained(corpus, tmp_path / "killed", name)
+    assert losses(resumed.folder) == losses(whole.folder)
+    pairs = zip(resumed.model.parameters(), whole.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+    ids = torch.arange(32)[None]
+    with torch.no_grad():
+        assert torch.equal(open_run(whole.folder).model()(ids), whole.model.eval()(ids))
