@@ -28,6 +28,7 @@ from muown_train.config import (
     check_overrides,
     check_trust,
     one_sentence,
+    plain_text,
     register_resolvers,
     run_name,
 )
@@ -84,6 +85,7 @@ def train(config: DictConfig) -> None:
         name = checked(config)
         with loading_torch():  # which takes seconds, and so not before
             from muown_train.build import build
+            from muown_train.continuation import continued
             from muown_train.distributed import world
             from muown_train.report import finish
             from muown_train.status import GaveUp
@@ -94,7 +96,9 @@ def train(config: DictConfig) -> None:
                 "--multirun trains one job after the other in one process: under torchrun start each alone"
             )
         try:
-            run = build(config, name, here)
+            overrides = list(HydraConfig.get().overrides.task)
+            config, origin = here.on_main(lambda: continued(config, overrides, name))  # the newest may change
+            run = build(config, name, here, origin)
         except GaveUp as error:
             leave(str(error), GAVE_UP)
         try:
@@ -163,6 +167,7 @@ def trained(run: "Run") -> "Outcome":
 def main() -> None:
     """What the command line does; it raises SystemExit for any status but 0."""
     register_resolvers()
+    sys.argv[1:] = [word if word.startswith("-") else plain_text([word])[0] for word in sys.argv[1:]]
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors in the overrides reach `explained`
     try:

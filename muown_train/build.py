@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -26,7 +26,7 @@ from muown_train.data.sources import TrainingData
 from muown_train.data.tokenizer import TOKENIZER
 from muown_train.data.workers import with_workers
 from muown_train.distributed import World
-from muown_train.factory import check_settings, factory
+from muown_train.factory import check_settings, factory, whole
 from muown_train.files import replace
 from muown_train.guard import Guard
 from muown_train.models.language_model import LanguageModel
@@ -38,8 +38,14 @@ from muown_train.stopping import Stop
 from muown_train.top_level import TopLevel, top_level
 from muown_train.trainer import Schedule, Settings, Trainer
 
+if TYPE_CHECKING:
+    from muown_train.saved_run import SavedRun
+
 # of the configuration, dotted; and of what the data turned out to be
-_WHAT_MAY_NOT_CHANGE = ("model", "data", "seq_len", "batch_tokens", "seed", "optim._target_", "optim.rest._target_")
+_WHAT_MAY_NOT_CHANGE = (
+    *("model", "data", "seq_len", "batch_tokens", "seed", "checkpoint"),
+    *("optim._target_", "optim.rest._target_"),
+)
 _MAY_CHANGE = ("data.retries", "model.checkpointed")
 _DATA_MAY_NOT_CHANGE = ("content", "tokenizer_hash", "revision", "held_out_content")
 
@@ -57,6 +63,7 @@ class Run:
     facts: dict[str, Any]  # for the manifest; this and what follows on the main rank alone
     sinks: list[Sink]
     lock: FileLock | None  # of the folder
+    origin: Path | None = None  # checkpoint of another run that this one goes on from
 
     def resume(self) -> Outcome | None:
         """Take up the newest checkpoint and, unless the run has ended, write down what it now is.
@@ -70,7 +77,7 @@ class Run:
         before = trainer.world.gather(read_status(self.folder))[0]
         if before.get("state") == "diverged":
             return Outcome("diverged", before["reason"])
-        if trainer.resume():
+        if trainer.resume(self.origin):
             if before.get("state") != "finished":  # killed before it could say so
                 self._status(Outcome("finished"))
             return Outcome("finished")
@@ -80,7 +87,7 @@ class Run:
                 replace(self.folder / TOKENIZER, self.data.tokenizer.raw)
             manifest.show(self.facts, self.folder)
             if trainer.step:
-                print(f"  going on after update {trainer.step:,}", flush=True)
+                print(f"  going on after update {trainer.step:,}{self._whose()}", flush=True)
             self._start_sinks()
         return None
 
@@ -96,6 +103,13 @@ class Run:
             raise
         self._status(outcome)
         return outcome
+
+    def _whose(self) -> str:
+        if not self.origin:
+            return ""
+        level = self.resolved["schedule"]["level"]
+        down = f"; from {level:g} times the learning rate" if level != 1 else "; from the full learning rate"
+        return f" of {self.origin}{down} down to 0"
 
     def _start_sinks(self) -> None:
         """Checkpoints keep the id of the W&B run too: where its file is lost the run goes on there all the same."""
@@ -121,11 +135,12 @@ class Run:
             self.lock.release()
 
 
-def build(config: DictConfig, name: str, world: World) -> Run:
+def build(config: DictConfig, name: str, world: World, origin: "SavedRun | None" = None) -> Run:
     """Make a run of a configuration.
 
     Args:
         name: the run's name where the configuration gives none.
+        origin: what a new run goes on from, as `continuation.continued` gives it with its configuration.
 
     Raises:
         ValueError: a setting that is unknown, out of range, or does not go with the others.
@@ -181,7 +196,8 @@ def build(config: DictConfig, name: str, world: World) -> Run:
         flops_per_token=model.flops_per_token(),
         peak_flops=hardware.peak_flops(world.device),
     )
-    refuse_other_data(folder, about, data.facts)
+    refuse_other_data(folder, {"data": origin.data} if origin else about, data.facts)
+    came_from = {"checkpoint": str(origin.checkpoint), "step": origin.step} if origin else (about or {}).get("origin")
     rows = with_workers(data.train, top.workers)
     trainer = Trainer(
         world=world,
@@ -196,7 +212,8 @@ def build(config: DictConfig, name: str, world: World) -> Run:
             top.keep_checkpoints,
             top.keep_every,
             top.keep_best,
-            about=redacted_tree({"config": resolved, "data": data.facts}) | {"wandb_id": (about or {}).get("wandb_id")},
+            about=redacted_tree({"config": resolved, "data": data.facts})
+            | {"wandb_id": (about or {}).get("wandb_id"), "origin": came_from},
         ),
         settings=settings,
         guard=Guard(
@@ -211,8 +228,9 @@ def build(config: DictConfig, name: str, world: World) -> Run:
         metrics=Metrics(folder) if world.is_main else None,
     )
     run = Run(trainer, model, folder, data, top, resolved, facts={}, sinks=[], lock=None)
+    run.origin = origin.checkpoint if origin else None
     if world.is_main:
-        run.facts = manifest.describe(model, optimizer, data.facts, settings, world)
+        run.facts = manifest.describe(model, optimizer, data.facts, settings, world) | {"origin": came_from}
         run.sinks = [sink for sink in (console(), tracking) if sink]
         run.lock = locked(folder)
     return run
@@ -229,10 +247,14 @@ def make_model(resolved: dict[str, Any], top: TopLevel) -> LanguageModel:
 
 
 def make_schedule(resolved: dict[str, Any], top: TopLevel, model: nn.Module) -> tuple[int, Schedule]:
-    """The number of updates that the budget pays for, and the schedule of the learning rate over them."""
+    """The number of updates that the budget pays for, and the schedule of the learning rate over them.
+
+    Those of a run that goes on from another's checkpoint come after the updates done there, which count as well.
+    """
     parameters = sum(p.numel() for p in model.parameters())
     steps = updates(top.tokens, top.tokens_per_parameter, parameters, top.batch_tokens)
-    schedule: Schedule = factory(resolved["schedule"], "schedule", ["step", "steps"], top.trust)
+    schedule = factory(resolved["schedule"], "schedule", ["step", "steps"], top.trust)
+    steps += whole("schedule.start", schedule.keywords.get("start") or 0, 0)  # what was done before the budget counts
     schedule(0, steps)  # an impossible setting is found now
     return steps, schedule
 

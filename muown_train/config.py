@@ -3,6 +3,7 @@
 import difflib
 import errno
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
@@ -21,7 +23,7 @@ CONFIG_DIR = next(
     folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if (folder / "train.yaml").exists()
 )
 GROUPS = ("model", "optim", "data", "schedule", "tracking", "experiment")
-_NOT_IN_NAME = (
+NOT_IN_NAME = (
     "name",
     "out",
     "cache",
@@ -58,7 +60,7 @@ def composed(overrides: list[str]) -> DictConfig:
     """The configuration of the command line's overrides, for programs that are not started by Hydra."""
     register_resolvers()
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        return compose("train", overrides)
+        return compose("train", plain_text(overrides))
 
 
 def run_name(choices: Mapping[str, Any], overrides: list[str], seed: int) -> str:
@@ -66,20 +68,36 @@ def run_name(choices: Mapping[str, Any], overrides: list[str], seed: int) -> str
 
     Args:
         choices: chosen option of each config group.
-        overrides: of the command line, such as `optim.lr=1e-2`.
+        overrides: of the command line, such as `optim.lr=1e-2`. With `checkpoint=` the name begins with that of its run
+            in place of choices and seed, which are that run's.
     """
     settings = {}
-    for override in OverridesParser.create().parse_overrides(overrides):
+    checkpoint = None
+    for override in parsed(overrides):
         key = override.key_or_group
-        if key not in ("model", "optim", "seed", *_NOT_IN_NAME) and re.split("[./]", key)[0] not in _NOT_IN_NAME:
+        if key == "checkpoint":
+            checkpoint = override.value()
+        elif key not in ("model", "optim", "seed", *NOT_IN_NAME) and re.split("[./]", key)[0] not in NOT_IN_NAME:
             value = override.value()
             settings[key] = f"{value:g}" if isinstance(value, float) else override.get_value_element_as_str()
-    parts = [choices["model"], choices["optim"], *(f"{k}={v}" for k, v in sorted(settings.items())), f"seed={seed}"]
+    given = [f"{k}={v}" for k, v in sorted(settings.items())]
+    if checkpoint is None:
+        parts = [choices["model"], choices["optim"], *given, f"seed={seed}"]
+    else:
+        parts = [_run_of(str(checkpoint)), *given]
     full = "-".join(map(str, parts))
     name = re.sub(f"[^{_NAME}]+", "_", redacted(full))
     if name != full or len(name) > _LONGEST_NAME:  # something was lost: a digest keeps names apart
         name = f"{name[:_LONGEST_NAME]}-{hashlib.sha256(full.encode()).hexdigest()[:8]}"
     return name
+
+
+def _run_of(checkpoint: str) -> str:
+    """runs/NAME -> NAME; runs/NAME/checkpoints/step-00000100 -> NAME-step=100."""
+    path = Path(os.path.abspath(checkpoint))
+    if step := re.fullmatch(r"step-0*(\d+)", path.name):
+        return f"{path.parent.parent.name}-step={step.group(1)}"
+    return path.name
 
 
 def check_name(name: Any) -> str:
@@ -161,8 +179,7 @@ def check_trust(trust: Iterable[str], overrides: Iterable[str]) -> None:
     Raises:
         ValueError: naming those that the command line does not give.
     """
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
-    given = [override.value() for override in parsed if override.key_or_group == "trust"]
+    given = [override.value() for override in parsed(overrides) if override.key_or_group == "trust"]
     if list(trust) != (given[-1] if given else []):
         raise ValueError(f"trust={list(trust)} counts only on the command line, which has trust={given}")
 
@@ -176,10 +193,32 @@ def _groups() -> dict[str, list[str]]:
 
 def _parses(override: str) -> bool:
     try:
-        OverridesParser.create().parse_override(override)
+        parsed([override])
     except HydraException:
         return False
     return True
+
+
+def parsed(overrides: Iterable[str]) -> list[Override]:
+    """Words of a command line as Hydra understands them once `plain_text` is quoted."""
+    return OverridesParser.create().parse_overrides(plain_text(overrides))
+
+
+def plain_text(overrides: Iterable[str]) -> list[str]:
+    """Words of a command line, with quotes for Hydra around values that are text but that its grammar cannot read.
+
+    Names of runs have `=` in them, and names of files letters of any language.
+    """
+    quoted = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if re.fullmatch(r"[\w./+=@%~ -]+", value):
+            try:
+                OverridesParser.create().parse_override(override)
+            except HydraException:
+                override = f"{key}='{value}'"
+        quoted.append(override)
+    return quoted
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

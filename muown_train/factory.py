@@ -27,6 +27,7 @@ ALLOWED = frozenset(
         "muown_train.data.sources.stdlib",
         "muown_train.schedule.constant",
         "muown_train.schedule.cosine",
+        "muown_train.schedule.decay_from",
         "muown_train.schedule.wsd",
         "muown_train.tensorboard_sink.TensorBoardSink",
         "muown_train.wandb_sink.WandbSink",

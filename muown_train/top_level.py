@@ -7,14 +7,15 @@ from muown_train.config import check_name, nearest
 from muown_train.factory import is_number, whole
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TopLevel:
-    """What each key means stands in train.yaml."""
+    """What each key means stands in train.yaml. A default is for stored configurations older than the key."""
 
     name: str
     out: str
     cache: str | None
     seed: int
+    checkpoint: str | None = None
     tokens: float | None
     tokens_per_parameter: float | None
     seq_len: int
@@ -51,6 +52,8 @@ class TopLevel:
         for key, allowed in (("out", str), ("cache", str | None)):
             if not isinstance(getattr(self, key), allowed):
                 raise ValueError(f"{key}={getattr(self, key)!r} must be a folder")
+        if self.checkpoint is not None and not (isinstance(self.checkpoint, str) and self.checkpoint):
+            raise ValueError(f"checkpoint={self.checkpoint!r} must be a run's folder, one of its checkpoints, or null")
         at_least_1 = ("seq_len", "batch_tokens", "micro_batch", "eval_every", "valid_tokens", "save_every")
         for key in (*at_least_1, "keep_checkpoints", "log_every", "max_bad_updates"):
             self._whole(key, 1)
@@ -90,7 +93,7 @@ def top_level(resolved: dict[str, Any], name: str) -> TopLevel:
     for key in resolved:
         if key not in (*known, *groups):
             raise ValueError(f"there is no key {key}{nearest(key, (*known, *groups))}")
-    plain = {key: resolved[key] for key in known}
-    if plain["name"] is None:
+    plain = {key: resolved[key] for key in known if key in resolved}
+    if plain.get("name") is None:
         plain["name"] = name
     return TopLevel(**plain)
