@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from muown_train.collector import loading_torch
 from muown_train.config import (
     CONFIG_DIR,
+    check_flags,
     check_overrides,
     check_trust,
     one_sentence,
@@ -33,6 +34,7 @@ from muown_train.config import (
     run_name,
 )
 from muown_train.files import replace
+from muown_train.help import help_text, version_text
 from muown_train.secrets import redacted, redacted_tracebacks
 from muown_train.top_level import top_level
 
@@ -167,6 +169,16 @@ def trained(run: "Run") -> "Outcome":
 def main() -> None:
     """What the command line does; it raises SystemExit for any status but 0."""
     register_resolvers()
+    if {"--help", "-h"} & set(sys.argv):
+        print(help_text(CONFIG_DIR))
+        return
+    if "--version" in sys.argv:
+        print(version_text())
+        return
+    with explained([]):
+        check_flags(sys.argv[1:])
+    if "-sc" in sys.argv or "--shell-completion" in sys.argv:
+        sys.argv[0] = "muown-train"  # what shells complete; Hydra's functions cannot for `python -m`
     sys.argv[1:] = [word if word.startswith("-") else plain_text([word])[0] for word in sys.argv[1:]]
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors in the overrides reach `explained`

@@ -3,10 +3,13 @@
 Everything that can be wrong is found before data are read or fetched, and before the run's folder is touched.
 """
 
+import inspect
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +17,7 @@ import torch
 from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.optim import Optimizer
 
 from muown_train import hardware, manifest
 from muown_train.batch import rows_per_update, updates
@@ -196,7 +200,9 @@ def build(config: DictConfig, name: str, world: World, origin: "SavedRun | None"
         flops_per_token=model.flops_per_token(),
         peak_flops=hardware.peak_flops(world.device),
     )
-    refuse_other_data(folder, {"data": origin.data} if origin else about, data.facts)
+    if origin:
+        refuse_other_data(origin.folder, {"data": origin.data}, data.facts)
+    refuse_other_data(folder, about, data.facts)
     came_from = {"checkpoint": str(origin.checkpoint), "step": origin.step} if origin else (about or {}).get("origin")
     rows = with_workers(data.train, top.workers)
     trainer = Trainer(
@@ -274,7 +280,23 @@ def make_optimizer(resolved: dict[str, Any], model: nn.Module, trust: Sequence[s
     for role, settings in of_role.items():
         check_settings(settings, for_rest, f"optim.rest.{role}", given=["params"])
     matrices, others = param_groups(model, blocks=row_blocks)
-    return Combined(for_matrices(matrices), for_rest([group | of_role[group["role"]] for group in others]))
+    others = [group | of_role[group["role"]] for group in others]
+    combined = Combined(made(for_matrices, matrices, "optim"), made(for_rest, others, "optim.rest"))
+    for group in others:  # torch's optimizers look at defaults, and not at a group's own settings
+        role, dimensions = group["role"], group["params"][0][1].ndim
+        made(partial(for_rest, **of_role[role]), [nn.Parameter(torch.zeros([1] * dimensions))], f"optim.rest.{role}")
+    return combined
+
+
+def made(optimizer: partial[Any], parameters: list[Any], section: str) -> Optimizer:
+    """An optimizer, or an error that names the setting as the configuration calls it."""
+    try:
+        done: Optimizer = optimizer(parameters)
+    except ValueError as error:
+        key = re.match(r"\w+(?=:? )", str(error))
+        known = key and key.group() in inspect.signature(optimizer.func).parameters
+        raise ValueError(f"{section}{'.' if known else ': '}{error}") from error
+    return done
 
 
 def refuse_other_run(folder: Path, about: dict[str, Any] | None, resolved: dict[str, Any]) -> None:

@@ -1,20 +1,21 @@
 """The command line's side of a configuration: where the files are, a run's name, errors in one sentence."""
 
-import difflib
 import errno
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser  # no other way to know its flags
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
+from muown_train.mistakes import close_key, misread, nearest
 from muown_train.secrets import redacted
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -135,9 +136,11 @@ def one_sentence(error: BaseException, overrides: list[str]) -> str:
 def _sentence(error: BaseException, overrides: list[str]) -> str:
     text = str(error)
     groups = _groups()
-    for override in overrides:
+    for i, override in enumerate(overrides):
         if not _parses(override):
-            return f"cannot read {override!r}: settings are key=value, text with special characters in quotes"
+            return misread(overrides, i)
+        if override.endswith("=") and overrides[i + 1 : i + 2] and "=" not in overrides[i + 1]:
+            return misread(overrides, i + 1)
         group, _, option = override.lstrip("+").partition("=")
         if group in groups and option not in groups[group]:
             others = ", ".join(groups[group]) or "none"
@@ -145,7 +148,7 @@ def _sentence(error: BaseException, overrides: list[str]) -> str:
     if unknown := re.search(r"Could not override '([^']+)'", text):
         key, known = unknown.group(1), known_keys(overrides)
         if key not in known:
-            return f"there is no key {key}{nearest(key, known)}"
+            return _no_key(key, known)
         entries = [name for name in known if name.startswith(f"{key}.")]  # a mapping was given for it
         return f"a key of {key} is not among {', '.join(entries)}; further ones are given as +{key}.KEY=VALUE"
     while error.__cause__ is not None and type(error).__module__.startswith(("hydra", "omegaconf")):
@@ -156,6 +159,59 @@ def _sentence(error: BaseException, overrides: list[str]) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         lines = [f"{error.filename}: {error.strerror}"]
     return lines[0] if lines else type(error).__name__
+
+
+def _no_key(key: str, known: list[str]) -> str:
+    if "/" in key:
+        return f"there is no group {key}{nearest(key, _groups())}"
+    elsewhere = _keys_of_options()
+    if key in elsewhere:
+        return f"there is no key {key} with the options chosen; {elsewhere[key]} has it"
+    known = [name for name in known if not name.rpartition(".")[2].startswith("_")]
+    found = close_key(key, [*known, *elsewhere])
+    if found:
+        of = "" if found in known else f", of {elsewhere[found]}"
+        return f"there is no key {key} (did you mean {found}{of}?)"
+    return f"there is no key {key}; --help shows the most used, python -m muown_train --cfg job all"
+
+
+def _keys_of_options() -> dict[str, str]:
+    """Every key that some option of a config group brings, dotted, with that option; in YAML as it is written."""
+    found: dict[str, str] = {}
+    for group, options in _groups().items():
+        for option in options:
+            text = (CONFIG_DIR / group / f"{option}.yaml").read_text()
+            prefix = "" if text.startswith("# @package _global_") else group.replace("/", ".") + "."
+            keys = _dotted(OmegaConf.to_container(OmegaConf.create(text), resolve=False) or {}, prefix)
+            found |= {key: f"{group}={option}" for key in keys if not re.search(r"(^|\.)(_|defaults)", key)}
+    return found
+
+
+def check_flags(words: Sequence[str]) -> None:
+    """Refuse what begins with a dash and is no flag of Hydra's, which itself would answer with its usage.
+
+    Args:
+        words: of the command line.
+
+    Raises:
+        ValueError: naming it, with the setting or the flag that was meant.
+    """
+    parser = get_args_parser()
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    for word in words:
+        key, equals, value = word.lstrip("-").partition("=")
+        is_setting = equals or key in (*GROUPS, *known_keys([])) if word.startswith("-") else False
+        if is_setting and f"--{key}" not in flags and word not in flags:
+            raise ValueError(f"{word} is no flag: settings have no dashes, as in {key}={value or '…'}")
+    parser.error = _refused  # type: ignore[method-assign]
+    for word in parser.parse_known_args(words)[1]:
+        if word.startswith("-"):
+            raise ValueError(f"there is no flag {word}{nearest(word, flags)}; see --help")
+        raise ValueError(f"{word} stands apart from other settings: flags go before or after all of them")
+
+
+def _refused(message: str) -> NoReturn:
+    raise ValueError(f"{message}; see --help")
 
 
 def check_overrides(overrides: Iterable[str]) -> None:
@@ -219,12 +275,6 @@ def plain_text(overrides: Iterable[str]) -> list[str]:
                 override = f"{key}='{value}'"
         quoted.append(override)
     return quoted
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """` (did you mean …?)` or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def known_keys(overrides: list[str]) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from muown_train.config import nearest
+from muown_train.mistakes import nearest
 
 _TORCH = "Adadelta Adafactor Adagrad Adam Adamax AdamW ASGD Muon NAdam RAdam RMSprop Rprop SGD"
 _OURS = "Lion Muon Muown MuownSign NorMuon NorMuown SOAP"
