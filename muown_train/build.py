@@ -281,11 +281,12 @@ def make_optimizer(resolved: dict[str, Any], model: nn.Module, trust: Sequence[s
         check_settings(settings, for_rest, f"optim.rest.{role}", given=["params"])
     matrices, others = param_groups(model, blocks=row_blocks)
     others = [group | of_role[group["role"]] for group in others]
-    combined = Combined(made(for_matrices, matrices, "optim"), made(for_rest, others, "optim.rest"))
+    of_matrices = made(for_matrices, matrices, "optim")
     for group in others:  # torch's optimizers look at defaults, and not at a group's own settings
-        role, dimensions = group["role"], group["params"][0][1].ndim
-        made(partial(for_rest, **of_role[role]), [nn.Parameter(torch.zeros([1] * dimensions))], f"optim.rest.{role}")
-    return combined
+        role, one = group["role"], [nn.Parameter(torch.zeros([1] * group["params"][0][1].ndim))]
+        made(for_rest, one, "optim.rest")
+        made(partial(for_rest, **of_role[role]), one, f"optim.rest.{role}")
+    return Combined(of_matrices, made(for_rest, others, "optim.rest"))
 
 
 def made(optimizer: partial[Any], parameters: list[Any], section: str) -> Optimizer:

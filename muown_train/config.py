@@ -163,7 +163,7 @@ def _sentence(error: BaseException, overrides: list[str]) -> str:
 
 def _no_key(key: str, known: list[str]) -> str:
     if "/" in key:
-        return f"there is no group {key}{nearest(key, _groups())}"
+        return f"there is no group {key}{nearest(key, (group for group in _groups() if '/' in group))}"
     elsewhere = _keys_of_options()
     if key in elsewhere:
         return f"there is no key {key} with the options chosen; {elsewhere[key]} has it"

@@ -36,7 +36,7 @@ def help_text(configs: Path) -> str:
 
 def version_text() -> str:
     """The program's version, and those that matter with it."""
-    versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "hydra-core"))
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "hydra-core"))
     return f"muown_train {importlib.metadata.version('muown-train')} (Python {platform.python_version()}, {versions})"
 
 

@@ -136,6 +136,11 @@ def test_flags_that_are_none(monkeypatch, capfd, words, message):
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_key_of_an_option_that_was_not_chosen(monkeypatch):
+    _, message = call(monkeypatch, "data.trian=a.txt")
+    assert message == "error: there is no key data.trian (did you mean data.train, of data=files?)\n"
+
+
 def test_text_needs_no_quotes_where_nothing_else_could_be_meant():
     kept = ["optim.lr=1e-3", "data.train=[a,b]", "optim.lr=[", "seed", "name='a b'", "optim.rest.vector={lr: 1}"]
     assert plain_text(kept) == kept
