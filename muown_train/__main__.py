@@ -166,14 +166,22 @@ def trained(run: "Run") -> "Outcome":
         raise Failed(f"{str(error).splitlines()[0]} Lower micro_batch, now {run.config.micro_batch}") from error
 
 
+def say(text: str) -> None:
+    """Print to whoever reads it to its end, or only its beginning, as `head` does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+
+
 def main() -> None:
     """What the command line does; it raises SystemExit for any status but 0."""
     register_resolvers()
     if {"--help", "-h"} & set(sys.argv):
-        print(help_text(CONFIG_DIR))
+        say(help_text(CONFIG_DIR))
         return
     if "--version" in sys.argv:
-        print(version_text())
+        say(version_text())
         return
     with explained([]):
         check_flags(sys.argv[1:])
