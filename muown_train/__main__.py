@@ -25,13 +25,16 @@ from omegaconf.errors import OmegaConfBaseException
 from muown_train.collector import loading_torch
 from muown_train.config import (
     CONFIG_DIR,
+    check_flags,
     check_overrides,
     check_trust,
     one_sentence,
+    plain_text,
     register_resolvers,
     run_name,
 )
 from muown_train.files import replace
+from muown_train.help import help_text, version_text
 from muown_train.secrets import redacted, redacted_tracebacks
 from muown_train.top_level import top_level
 
@@ -84,6 +87,7 @@ def train(config: DictConfig) -> None:
         name = checked(config)
         with loading_torch():  # which takes seconds, and so not before
             from muown_train.build import build
+            from muown_train.continuation import continued
             from muown_train.distributed import world
             from muown_train.report import finish
             from muown_train.status import GaveUp
@@ -94,7 +98,9 @@ def train(config: DictConfig) -> None:
                 "--multirun trains one job after the other in one process: under torchrun start each alone"
             )
         try:
-            run = build(config, name, here)
+            overrides = list(HydraConfig.get().overrides.task)
+            config, origin = here.on_main(lambda: continued(config, overrides, name))  # the newest may change
+            run = build(config, name, here, origin)
         except GaveUp as error:
             leave(str(error), GAVE_UP)
         try:
@@ -160,9 +166,28 @@ def trained(run: "Run") -> "Outcome":
         raise Failed(f"{str(error).splitlines()[0]} Lower micro_batch, now {run.config.micro_batch}") from error
 
 
+def say(text: str) -> None:
+    """Print to whoever reads it to its end, or only its beginning, as `head` does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+
+
 def main() -> None:
     """What the command line does; it raises SystemExit for any status but 0."""
     register_resolvers()
+    if {"--help", "-h"} & set(sys.argv):
+        say(help_text(CONFIG_DIR))
+        return
+    if "--version" in sys.argv:
+        say(version_text())
+        return
+    with explained([]):
+        check_flags(sys.argv[1:])
+    if "-sc" in sys.argv or "--shell-completion" in sys.argv:
+        sys.argv[0] = "muown-train"  # what shells complete; Hydra's functions cannot for `python -m`
+    sys.argv[1:] = [word if word.startswith("-") else plain_text([word])[0] for word in sys.argv[1:]]
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors in the overrides reach `explained`
     try:

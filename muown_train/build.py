@@ -3,18 +3,21 @@
 Everything that can be wrong is found before data are read or fetched, and before the run's folder is touched.
 """
 
+import inspect
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.optim import Optimizer
 
 from muown_train import hardware, manifest
 from muown_train.batch import rows_per_update, updates
@@ -27,7 +30,7 @@ from muown_train.data.sources import TrainingData
 from muown_train.data.tokenizer import TOKENIZER
 from muown_train.data.workers import with_workers
 from muown_train.distributed import World
-from muown_train.factory import check_settings, factory
+from muown_train.factory import check_settings, factory, whole
 from muown_train.files import replace
 from muown_train.guard import Guard
 from muown_train.models.language_model import LanguageModel
@@ -41,9 +44,12 @@ from muown_train.stopping import Stop
 from muown_train.top_level import TopLevel, top_level
 from muown_train.trainer import Schedule, Settings, Trainer
 
+if TYPE_CHECKING:
+    from muown_train.saved_run import SavedRun
+
 # of the configuration, dotted; and of what the data turned out to be
 _WHAT_MAY_NOT_CHANGE = (
-    *("model", "data", "seq_len", "batch_tokens", "seed", "init_from"),
+    *("model", "data", "seq_len", "batch_tokens", "seed", "init_from", "checkpoint"),
     *("optim._target_", "optim.rest._target_"),
 )
 _MAY_CHANGE = ("data.retries", "model.checkpointed")
@@ -63,6 +69,7 @@ class Run:
     facts: dict[str, Any]  # for the manifest; this and what follows on the main rank alone
     sinks: list[Sink]
     lock: FileLock | None  # of the folder
+    origin: Path | None = None  # checkpoint of another run that this one goes on from
 
     def resume(self) -> Outcome | None:
         """Take up the newest checkpoint and, unless the run has ended, write down what it now is.
@@ -76,7 +83,7 @@ class Run:
         before = trainer.world.gather(read_status(self.folder))[0]
         if before.get("state") == "diverged":
             return Outcome("diverged", before["reason"])
-        if trainer.resume():
+        if trainer.resume(self.origin):
             if before.get("state") != "finished":  # killed before it could say so
                 self._status(Outcome("finished"))
             return Outcome("finished")
@@ -86,7 +93,7 @@ class Run:
                 replace(self.folder / TOKENIZER, self.data.tokenizer.raw)
             manifest.show(self.facts, self.folder)
             if trainer.step:
-                print(f"  going on after update {trainer.step:,}", flush=True)
+                print(f"  going on after update {trainer.step:,}{self._whose()}", flush=True)
             self._start_sinks()
         return None
 
@@ -102,6 +109,13 @@ class Run:
             raise
         self._status(outcome)
         return outcome
+
+    def _whose(self) -> str:
+        if not self.origin:
+            return ""
+        level = self.resolved["schedule"]["level"]
+        down = f"; from {level:g} times the learning rate" if level != 1 else "; from the full learning rate"
+        return f" of {self.origin}{down} down to 0"
 
     def _start_sinks(self) -> None:
         """Checkpoints keep the id of the W&B run too: where its file is lost the run goes on there all the same."""
@@ -127,11 +141,12 @@ class Run:
             self.lock.release()
 
 
-def build(config: DictConfig, name: str, world: World) -> Run:
+def build(config: DictConfig, name: str, world: World, origin: "SavedRun | None" = None) -> Run:
     """Make a run of a configuration.
 
     Args:
         name: the run's name where the configuration gives none.
+        origin: what a new run goes on from, as `continuation.continued` gives it with its configuration.
 
     Raises:
         ValueError: a setting that is unknown, out of range, or does not go with the others.
@@ -191,10 +206,13 @@ def build(config: DictConfig, name: str, world: World) -> Run:
         flops_per_token=model.flops_per_token(),
         peak_flops=hardware.peak_flops(world.device),
     )
+    if origin:
+        refuse_other_data(origin.folder, {"data": origin.data}, data.facts)
     refuse_other_data(folder, about, data.facts)
     if start and data.tokenizer.raw is not None:
         start.refuse_other_tokenizer(data.facts)
     started = start.facts if start else (about or {}).get("init_from")
+    came_from = {"checkpoint": str(origin.checkpoint), "step": origin.step} if origin else (about or {}).get("origin")
     rows = with_workers(data.train, top.workers)
     trainer = Trainer(
         world=world,
@@ -210,7 +228,7 @@ def build(config: DictConfig, name: str, world: World) -> Run:
             top.keep_every,
             top.keep_best,
             about=redacted_tree({"config": resolved, "data": data.facts, "init_from": started})
-            | {"wandb_id": (about or {}).get("wandb_id")},
+            | {"wandb_id": (about or {}).get("wandb_id"), "origin": came_from},
         ),
         settings=settings,
         guard=Guard(
@@ -225,8 +243,10 @@ def build(config: DictConfig, name: str, world: World) -> Run:
         metrics=Metrics(folder) if world.is_main else None,
     )
     run = Run(trainer, model, folder, data, top, resolved, facts={}, sinks=[], lock=None)
+    run.origin = origin.checkpoint if origin else None
     if world.is_main:
-        run.facts = manifest.describe(model, optimizer, data.facts, settings, world, started)
+        facts = manifest.describe(model, optimizer, data.facts, settings, world, started)
+        run.facts = facts | {"origin": came_from}
         run.sinks = [sink for sink in (console(), tracking) if sink]
         run.lock = locked(folder)
     return run
@@ -243,10 +263,14 @@ def make_model(resolved: dict[str, Any], top: TopLevel) -> LanguageModel:
 
 
 def make_schedule(resolved: dict[str, Any], top: TopLevel, model: nn.Module) -> tuple[int, Schedule]:
-    """The number of updates that the budget pays for, and the schedule of the learning rate over them."""
+    """The number of updates that the budget pays for, and the schedule of the learning rate over them.
+
+    Those of a run that goes on from another's checkpoint come after the updates done there, which count as well.
+    """
     parameters = sum(p.numel() for p in model.parameters())
     steps = updates(top.tokens, top.tokens_per_parameter, parameters, top.batch_tokens)
-    schedule: Schedule = factory(resolved["schedule"], "schedule", ["step", "steps"], top.trust)
+    schedule = factory(resolved["schedule"], "schedule", ["step", "steps"], top.trust)
+    steps += whole("schedule.start", schedule.keywords.get("start") or 0, 0)  # what was done before the budget counts
     schedule(0, steps)  # an impossible setting is found now
     return steps, schedule
 
@@ -269,10 +293,27 @@ def make_optimizer(resolved: dict[str, Any], model: nn.Module, trust: Sequence[s
     others = [group | of_role[group["role"]] for group in others]
     patterns = check_patterns(patterns, [name for group in matrices + others for name, _ in group["params"]])
     parts = [
-        optimizer(divided(groups, patterns, partial(check_settings, target=optimizer, given=["params"])))
-        for optimizer, groups in ((for_matrices, matrices), (for_rest, others))
+        (optimizer, divided(groups, patterns, partial(check_settings, target=optimizer, given=["params"])), section)
+        for optimizer, groups, section in ((for_matrices, matrices, "optim"), (for_rest, others, "optim.rest"))
     ]
-    return Combined(*parts)
+    settings = inspect.signature(for_rest.func).parameters
+    for group in parts[1][1]:  # torch's optimizers look at defaults, and not at a group's own settings
+        own = {key: value for key, value in group.items() if key in settings and key != "params"}
+        one = [nn.Parameter(torch.zeros([1] * group["params"][0][1].ndim))]
+        made(for_rest, one, "optim.rest")
+        made(partial(for_rest, **own), one, f"optim.rest.{group['role']}")
+    return Combined(*(made(*part) for part in parts))
+
+
+def made(optimizer: partial[Any], parameters: list[Any], section: str) -> Optimizer:
+    """An optimizer, or an error that names the setting as the configuration calls it."""
+    try:
+        done: Optimizer = optimizer(parameters)
+    except ValueError as error:
+        key = re.match(r"\w+(?=:? )", str(error))
+        known = key and key.group() in inspect.signature(optimizer.func).parameters
+        raise ValueError(f"{section}{'.' if known else ': '}{error}") from error
+    return done
 
 
 def refuse_other_run(folder: Path, about: dict[str, Any] | None, resolved: dict[str, Any]) -> None:

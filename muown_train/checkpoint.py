@@ -228,13 +228,16 @@ class Checkpoints:
             self._removing.join()
         return settled
 
-    def load(self, state: Mapping[str, Stateful]) -> int | None:
+    def load(self, state: Mapping[str, Stateful], other: Path | None = None) -> int | None:
         """Load the newest undamaged checkpoint into `state`; its step, or None without any. A collective call.
+
+        Args:
+            other: load this whole checkpoint, of another run, instead.
 
         Raises:
             ValueError: the checkpoint is of another model, optimizer or data.
         """
-        flat = self.read()
+        flat = read(other) if other else self.read()
         if flat is None:
             return None
         step, nested = flat[0], unflatten(flat[1])
@@ -254,12 +257,7 @@ class Checkpoints:
         newest = self.world.on_main(self._newest)
         if newest is None:
             return None
-        index = json.loads((self.folder / newest / files.INDEX).read_text())
-        flat: dict[str, Any] = {}
-        for file in index["files"]:
-            path = self.folder / newest / file
-            flat |= json.loads(path.read_text()) if path.suffix == ".json" else load_file(path)
-        return index["step"], flat
+        return read(self.folder / newest)
 
     def _begin(self, final: Path) -> bool:
         """Make the folder to write to, on the main rank; False where the checkpoint exists."""
@@ -331,6 +329,16 @@ class Checkpoints:
         if errors:
             raise OSError(errors[0])
         return [result for result, _ in results]
+
+
+def read(checkpoint: Path) -> tuple[int, dict[str, Any]]:
+    """Step and flat content of a whole checkpoint."""
+    index = json.loads((checkpoint / files.INDEX).read_text())
+    flat: dict[str, Any] = {}
+    for file in index["files"]:
+        path = checkpoint / file
+        flat |= json.loads(path.read_text()) if path.suffix == ".json" else load_file(path)
+    return index["step"], flat
 
 
 def about_newest(folder: Path) -> dict[str, Any] | None:

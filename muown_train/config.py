@@ -1,18 +1,21 @@
 """The command line's side of a configuration: where the files are, a run's name, errors in one sentence."""
 
-import difflib
 import errno
 import hashlib
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser  # no other way to know its flags
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
+from muown_train.mistakes import close_key, misread, nearest
 from muown_train.secrets import redacted
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -21,7 +24,7 @@ CONFIG_DIR = next(
     folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if (folder / "train.yaml").exists()
 )
 GROUPS = ("model", "optim", "data", "schedule", "tracking", "experiment")
-_NOT_IN_NAME = (
+NOT_IN_NAME = (
     "name",
     "out",
     "cache",
@@ -58,7 +61,7 @@ def composed(overrides: list[str]) -> DictConfig:
     """The configuration of the command line's overrides, for programs that are not started by Hydra."""
     register_resolvers()
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        return compose("train", overrides)
+        return compose("train", plain_text(overrides))
 
 
 def run_name(choices: Mapping[str, Any], overrides: list[str], seed: int) -> str:
@@ -66,15 +69,23 @@ def run_name(choices: Mapping[str, Any], overrides: list[str], seed: int) -> str
 
     Args:
         choices: chosen option of each config group.
-        overrides: of the command line, such as `optim.lr=1e-2`.
+        overrides: of the command line, such as `optim.lr=1e-2`. With `checkpoint=` the name begins with that of its run
+            in place of choices and seed, which are that run's.
     """
     settings = {}
-    for override in OverridesParser.create().parse_overrides(overrides):
+    checkpoint = None
+    for override in parsed(overrides):
         key = override.key_or_group
-        if key not in ("model", "optim", "seed", *_NOT_IN_NAME) and re.split("[./]", key)[0] not in _NOT_IN_NAME:
+        if key == "checkpoint":
+            checkpoint = override.value()
+        elif key not in ("model", "optim", "seed", *NOT_IN_NAME) and re.split("[./]", key)[0] not in NOT_IN_NAME:
             value = override.value()
             settings[key] = f"{value:g}" if isinstance(value, float) else override.get_value_element_as_str()
-    parts = [choices["model"], choices["optim"], *(f"{k}={v}" for k, v in sorted(settings.items())), f"seed={seed}"]
+    given = [f"{k}={v}" for k, v in sorted(settings.items())]
+    if checkpoint is None:
+        parts = [choices["model"], choices["optim"], *given, f"seed={seed}"]
+    else:
+        parts = [_run_of(str(checkpoint)), *given]
     full = "-".join(map(str, parts))
     name = re.sub(f"[^{_NAME}]+", "_", redacted(full))
     if name != full or len(name) > _LONGEST_NAME:  # something was lost: a digest keeps names apart
@@ -84,7 +95,15 @@ def run_name(choices: Mapping[str, Any], overrides: list[str], seed: int) -> str
 
 def defines_run(key: str) -> bool:
     """Whether a key of the configuration, dotted, tells runs apart: two that differ in others alone are one."""
-    return not any(key == other or key.startswith(f"{other}.") for other in _NOT_IN_NAME)
+    return not any(key == other or key.startswith(f"{other}.") for other in NOT_IN_NAME)
+
+
+def _run_of(checkpoint: str) -> str:
+    """runs/NAME -> NAME; runs/NAME/checkpoints/step-00000100 -> NAME-step=100."""
+    path = Path(os.path.abspath(checkpoint))
+    if step := re.fullmatch(r"step-0*(\d+)", path.name):
+        return f"{path.parent.parent.name}-step={step.group(1)}"
+    return path.name
 
 
 def check_name(name: Any) -> str:
@@ -122,9 +141,11 @@ def one_sentence(error: BaseException, overrides: list[str]) -> str:
 def _sentence(error: BaseException, overrides: list[str]) -> str:
     text = str(error)
     groups = _groups()
-    for override in overrides:
+    for i, override in enumerate(overrides):
         if not _parses(override):
-            return f"cannot read {override!r}: settings are key=value, text with special characters in quotes"
+            return misread(overrides, i)
+        if override.endswith("=") and overrides[i + 1 : i + 2] and "=" not in overrides[i + 1]:
+            return misread(overrides, i + 1)
         group, _, option = override.lstrip("+").partition("=")
         if group in groups and option not in groups[group]:
             others = ", ".join(groups[group]) or "none"
@@ -132,7 +153,7 @@ def _sentence(error: BaseException, overrides: list[str]) -> str:
     if unknown := re.search(r"Could not override '([^']+)'", text):
         key, known = unknown.group(1), known_keys(overrides)
         if key not in known:
-            return f"there is no key {key}{nearest(key, known)}"
+            return _no_key(key, known)
         entries = [name for name in known if name.startswith(f"{key}.")]  # a mapping was given for it
         return f"a key of {key} is not among {', '.join(entries)}; further ones are given as +{key}.KEY=VALUE"
     while error.__cause__ is not None and type(error).__module__.startswith(("hydra", "omegaconf")):
@@ -143,6 +164,59 @@ def _sentence(error: BaseException, overrides: list[str]) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         lines = [f"{error.filename}: {error.strerror}"]
     return lines[0] if lines else type(error).__name__
+
+
+def _no_key(key: str, known: list[str]) -> str:
+    if "/" in key:
+        return f"there is no group {key}{nearest(key, (group for group in _groups() if '/' in group))}"
+    elsewhere = _keys_of_options()
+    if key in elsewhere:
+        return f"there is no key {key} with the options chosen; {elsewhere[key]} has it"
+    known = [name for name in known if not name.rpartition(".")[2].startswith("_")]
+    found = close_key(key, [*known, *elsewhere])
+    if found:
+        of = "" if found in known else f", of {elsewhere[found]}"
+        return f"there is no key {key} (did you mean {found}{of}?)"
+    return f"there is no key {key}; --help shows the most used, python -m muown_train --cfg job all"
+
+
+def _keys_of_options() -> dict[str, str]:
+    """Every key that some option of a config group brings, dotted, with that option; in YAML as it is written."""
+    found: dict[str, str] = {}
+    for group, options in _groups().items():
+        for option in options:
+            text = (CONFIG_DIR / group / f"{option}.yaml").read_text()
+            prefix = "" if text.startswith("# @package _global_") else group.replace("/", ".") + "."
+            keys = dotted(OmegaConf.to_container(OmegaConf.create(text), resolve=False) or {}, prefix)
+            found |= {key: f"{group}={option}" for key, _ in keys if not re.search(r"(^|\.)(_|defaults)", key)}
+    return found
+
+
+def check_flags(words: Sequence[str]) -> None:
+    """Refuse what begins with a dash and is no flag of Hydra's, which itself would answer with its usage.
+
+    Args:
+        words: of the command line.
+
+    Raises:
+        ValueError: naming it, with the setting or the flag that was meant.
+    """
+    parser = get_args_parser()
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    for word in words:
+        key, equals, value = word.lstrip("-").partition("=")
+        is_setting = equals or key in (*GROUPS, *known_keys([])) if word.startswith("-") else False
+        if is_setting and f"--{key}" not in flags and word not in flags:
+            raise ValueError(f"{word} is no flag: settings have no dashes, as in {key}={value or '…'}")
+    parser.error = _refused  # type: ignore[method-assign]
+    for word in parser.parse_known_args(words)[1]:
+        if word.startswith("-"):
+            raise ValueError(f"there is no flag {word}{nearest(word, flags)}; see --help")
+        raise ValueError(f"{word} stands apart from other settings: flags go before or after all of them")
+
+
+def _refused(message: str) -> NoReturn:
+    raise ValueError(f"{message}; see --help")
 
 
 def check_overrides(overrides: Iterable[str]) -> None:
@@ -166,8 +240,7 @@ def check_trust(trust: Iterable[str], overrides: Iterable[str]) -> None:
     Raises:
         ValueError: naming those that the command line does not give.
     """
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
-    given = [override.value() for override in parsed if override.key_or_group == "trust"]
+    given = [override.value() for override in parsed(overrides) if override.key_or_group == "trust"]
     if list(trust) != (given[-1] if given else []):
         raise ValueError(f"trust={list(trust)} counts only on the command line, which has trust={given}")
 
@@ -181,16 +254,32 @@ def _groups() -> dict[str, list[str]]:
 
 def _parses(override: str) -> bool:
     try:
-        OverridesParser.create().parse_override(override)
+        parsed([override])
     except HydraException:
         return False
     return True
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """` (did you mean …?)` or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]}?)" if close else ""
+def parsed(overrides: Iterable[str]) -> list[Override]:
+    """Words of a command line as Hydra understands them once `plain_text` is quoted."""
+    return OverridesParser.create().parse_overrides(plain_text(overrides))
+
+
+def plain_text(overrides: Iterable[str]) -> list[str]:
+    """Words of a command line, with quotes for Hydra around values that are text but that its grammar cannot read.
+
+    Names of runs have `=` in them, and names of files letters of any language.
+    """
+    quoted = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if re.fullmatch(r"[\w./+=@%~ -]+", value):
+            try:
+                OverridesParser.create().parse_override(override)
+            except HydraException:
+                override = f"{key}='{value}'"
+        quoted.append(override)
+    return quoted
 
 
 def known_keys(overrides: list[str]) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from muown_train.config import nearest
+from muown_train.mistakes import nearest
 
 _TORCH = "Adadelta Adafactor Adagrad Adam Adamax AdamW ASGD Muon NAdam RAdam RMSprop Rprop SGD"
 _OURS = "Lion Muon Muown MuownSign NorMuon NorMuown SOAP"
@@ -30,6 +30,7 @@ ALLOWED = frozenset(
         "muown_train.data.sources.stdlib",
         "muown_train.schedule.constant",
         "muown_train.schedule.cosine",
+        "muown_train.schedule.decay_from",
         "muown_train.schedule.power_cooldown",
         "muown_train.schedule.wsd",
         "muown_train.tensorboard_sink.TensorBoardSink",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from muown_train.config import nearest
+from muown_train.mistakes import nearest
 from muown_train.optim.orthogonalize import has_fast_bfloat16
 
 

@@ -46,6 +46,22 @@ def cosine(step: int, steps: int, warmup: float = 0.02, final: float = 0.0) -> f
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def decay_from(step: int, steps: int, start: int | None = None, level: float = 1.0) -> float:
+    """From `level` linearly down, as the cool-down of `wsd`: the decay of a run from a checkpoint of another.
+
+    Args:
+        start: updates that the checkpoint had done; the first of this run is that one. Before, the rate is level.
+        level: multiplier of the last update before.
+
+    Raises:
+        ValueError: there is no start, which comes from `checkpoint`.
+    """
+    _check(step, steps)
+    if start is None:
+        raise ValueError("schedule=decay_from needs checkpoint=runs/NAME, or one of NAME's checkpoints, to go on from")
+    return level * min(1.0, (steps - step) / (steps - start + 1))
+
+
 def constant(step: int, steps: int, warmup: float = 0.02) -> float:
     """Linear warm-up, then 1.
 

@@ -1,10 +1,12 @@
 """The plain keys of train.yaml, checked."""
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
-from muown_train.config import check_name, nearest
+from muown_train.config import check_name
 from muown_train.factory import is_number, whole
+from muown_train.mistakes import nearest
 
 
 @dataclass(kw_only=True)
@@ -16,6 +18,7 @@ class TopLevel:
     cache: str | None
     seed: int
     init_from: str | None = None
+    checkpoint: str | None = None
     tokens: float | None
     tokens_per_parameter: float | None
     seq_len: int
@@ -54,6 +57,8 @@ class TopLevel:
                 raise ValueError(f"{key}={getattr(self, key)!r} must be a folder")
         if self.init_from is not None and not (isinstance(self.init_from, str) and self.init_from):
             raise ValueError(f"init_from={self.init_from!r} must be a folder, or null")
+        if self.checkpoint is not None and not (isinstance(self.checkpoint, str) and self.checkpoint):
+            raise ValueError(f"checkpoint={self.checkpoint!r} must be a run's folder, one of its checkpoints, or null")
         at_least_1 = ("seq_len", "batch_tokens", "micro_batch", "eval_every", "valid_tokens", "save_every")
         for key in (*at_least_1, "keep_checkpoints", "log_every", "max_bad_updates"):
             self._whole(key, 1)
@@ -72,15 +77,18 @@ class TopLevel:
         for key in ("compile", "shard_optimizer", "paper_exact", "keep_best"):
             if not isinstance(getattr(self, key), bool):
                 raise ValueError(f"{key}={getattr(self, key)!r} must be true or false")
-        for key, words in (("on_save_error", ("stop", "continue")), ("on_bad_updates", ("rollback", "stop"))):
-            if getattr(self, key) not in words:
-                raise ValueError(f"{key}={getattr(self, key)!r} must be {' or '.join(words)}")
-        if self.precision not in ("auto", "bfloat16", "float32"):
-            raise ValueError(f"precision={self.precision!r} must be auto, bfloat16 or float32")
-        if self.reduce_dtype not in (None, "float32", "bfloat16"):
-            raise ValueError(f"reduce_dtype={self.reduce_dtype!r} must be bfloat16, float32 or null")
+        self._word("on_save_error", "stop or continue")
+        self._word("on_bad_updates", "rollback or stop")
+        self._word("precision", "auto, bfloat16 or float32")
+        if self.reduce_dtype is not None:
+            self._word("reduce_dtype", "bfloat16, float32 or null")
         if not isinstance(self.trust, list) or not all(isinstance(name, str) for name in self.trust):
             raise ValueError(f"trust={self.trust!r} must be a list of dotted names, such as [my_package.MyOptimizer]")
+
+    def _word(self, key: str, words: str) -> None:
+        known, value = re.findall(r"\b(?!or\b|null\b)\w+", words), getattr(self, key)
+        if value not in known:
+            raise ValueError(f"{key}={value!r} must be {words}{nearest(str(value), known)}")
 
     def _whole(self, key: str, least: int) -> None:
         setattr(self, key, whole(key, getattr(self, key), least))  # 5e9 is a float in YAML

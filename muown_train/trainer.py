@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,10 +120,10 @@ class Trainer:
         return Outcome("finished")
 
     def begin(self) -> None:
-        """Evaluate where that is still owed: before the first update, and where a stop came before it."""
+        """Evaluate where that is still owed: before the run's first update, and where a stop came before it."""
         written = self.metrics.read()[-1:] if self.metrics else []
         last = written[0] if written and written[0]["step"] == self.step else {}
-        owed = self.step == 0 or (self.due(self.settings.eval_every) and "valid/loss" not in last)
+        owed = self.step == 0 or not written or (self.due(self.settings.eval_every) and "valid/loss" not in last)
         if self.world.gather(owed)[0]:
             line = {"step": self.step, "tokens": self.tokens, "time": self.seconds, **last, **self.evaluate()}
             self.world.on_main(lambda: self.metrics.amend(line) if self.metrics else None)
@@ -382,13 +383,20 @@ class Trainer:
         for sink in self.sinks:
             sink.lines(lines)
 
-    def resume(self) -> bool:
+    def resume(self, origin: Path | None = None) -> bool:
         """Take up the newest checkpoint, if any; whether the run is finished.
+
+        Args:
+            origin: a checkpoint of another run to go on from where there is none. It becomes the first one here, so
+                that this run never depends on the other again.
 
         Raises:
             ValueError: the newest checkpoint is of another model or optimizer.
         """
         step = self.checkpoints.load(self.stateful())
+        if step is None and origin:
+            step = self.checkpoints.load(self.stateful(), origin)
+            self.save(wait=True)
         self.rewind(-1 if step is None else step)
         return self.step >= self.settings.steps
 

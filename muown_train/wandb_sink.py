@@ -11,6 +11,7 @@ from typing import Any
 
 from muown_train.background import Background
 from muown_train.files import replace
+from muown_train.mistakes import nearest
 from muown_train.records import Line
 from muown_train.secrets import redacted, redacted_tree
 
@@ -52,7 +53,7 @@ class WandbSink(Background):
             mode = os.environ.get("WANDB_MODE") or "online"
             mode = _ALIASES.get(mode, mode)
         if mode not in _MODES:
-            raise ValueError(f"{source}={mode!r} must be one of {', '.join(_MODES)}")
+            raise ValueError(f"{source}={mode!r} must be one of {', '.join(_MODES)}{nearest(mode, _MODES)}")
         if isinstance(tags, str):
             raise ValueError(f"tracking.tags={tags!r} must be a list, such as [{tags}]")
         if finish_timeout < 0:

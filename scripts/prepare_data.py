@@ -32,8 +32,9 @@ def settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Our own keys, checked, and the overrides that choose the data."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    from muown_train.config import check_overrides, nearest
+    from muown_train.config import check_overrides
     from muown_train.factory import whole
+    from muown_train.mistakes import nearest
 
     check_overrides(words)
     own: dict[str, Any] = dict(DEFAULTS)

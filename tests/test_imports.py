@@ -55,7 +55,7 @@ def after(program: str, *arguments: str) -> tuple[str, set[str]]:
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["--help"], "Configuration groups"),
+        (["--help"], "The most used settings"),
         (["--cfg", "job"], "batch_tokens: 4096"),
         (["optim=nope"], "there is no optim=nope"),
         (["seq_len=0"], "seq_len=0 must be"),
