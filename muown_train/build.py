@@ -292,17 +292,18 @@ def make_optimizer(resolved: dict[str, Any], model: nn.Module, trust: Sequence[s
     matrices, others = param_groups(model, blocks=row_blocks)
     others = [group | of_role[group["role"]] for group in others]
     patterns = check_patterns(patterns, [name for group in matrices + others for name, _ in group["params"]])
-    parts = [
-        (optimizer, divided(groups, patterns, partial(check_settings, target=optimizer, given=["params"])), section)
-        for optimizer, groups, section in ((for_matrices, matrices, "optim"), (for_rest, others, "optim.rest"))
-    ]
+    matrices, others = (
+        divided(groups, patterns, partial(check_settings, target=optimizer, given=["params"]))
+        for optimizer, groups in ((for_matrices, matrices), (for_rest, others))
+    )
+    of_matrices = made(for_matrices, matrices, "optim")
     settings = inspect.signature(for_rest.func).parameters
-    for group in parts[1][1]:  # torch's optimizers look at defaults, and not at a group's own settings
+    for group in others:  # torch's optimizers look at defaults, and not at a group's own settings
         own = {key: value for key, value in group.items() if key in settings and key != "params"}
         one = [nn.Parameter(torch.zeros([1] * group["params"][0][1].ndim))]
         made(for_rest, one, "optim.rest")
         made(partial(for_rest, **own), one, f"optim.rest.{group['role']}")
-    return Combined(*(made(*part) for part in parts))
+    return Combined(of_matrices, made(for_rest, others, "optim.rest"))
 
 
 def made(optimizer: partial[Any], parameters: list[Any], section: str) -> Optimizer:

@@ -184,7 +184,7 @@ def _keys_of_options() -> dict[str, str]:
     """Every key that some option of a config group brings, dotted, with that option; in YAML as it is written."""
     found: dict[str, str] = {}
     for group, options in _groups().items():
-        for option in options:
+        for option in options if group != "experiment" else ():  # an experiment sets keys of the others
             text = (CONFIG_DIR / group / f"{option}.yaml").read_text()
             prefix = "" if text.startswith("# @package _global_") else group.replace("/", ".") + "."
             keys = dotted(OmegaConf.to_container(OmegaConf.create(text), resolve=False) or {}, prefix)

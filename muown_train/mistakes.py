@@ -3,11 +3,12 @@
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """` (did you mean …?)` or nothing."""
-    found = close(word, known)
+def nearest(word: Any, known: Iterable[str]) -> str:
+    """` (did you mean …?)` or nothing; a word of YAML may be a number or a truth value."""
+    found = close(str(word), known)
     return f" (did you mean {found}?)" if found else ""
 
 
