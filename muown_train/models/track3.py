@@ -29,7 +29,8 @@ def half_rotary_table(head_dim: int, seq_len: int) -> tuple[Tensor, Tensor]:
 
     The angles are negative, which turns as the benchmark's code does.
     """
-    turning = LOWEST_FREQUENCY ** torch.linspace(0, 1, head_dim // 4)
+    count = head_dim // 4
+    turning = LOWEST_FREQUENCY ** (torch.arange(count, dtype=torch.float32) / max(1, count - 1))
     frequencies = torch.cat((turning, torch.zeros_like(turning)))  # (head_dim / 2,)
     angles = -torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
