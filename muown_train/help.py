@@ -22,7 +22,7 @@ EXAMPLES = (
     ("schedule=decay_from checkpoint=runs/NAME tokens=2e5", "the decay of a run that was stable until then"),
     ("--multirun seed=0,1,2 optim=muown,muon", "all combinations, one after the other"),
 )
-_WIDTH = 110
+_WIDTH = 118
 
 
 def help_text(configs: Path) -> str:
@@ -48,7 +48,7 @@ def _lines(configs: Path) -> Iterator[str]:
     for group in GROUPS:
         for i, (option, sentence) in enumerate(options(configs / group)):
             mark = "*" if option == chosen.get(group) else " "
-            yield _cut(f"{f'{group}=' if i == 0 else '':<10}{mark}{option:<15} {sentence}")
+            yield _cut(f"{f'{group}=' if i == 0 else '':<10}{mark}{option:<17} {sentence}")
     yield "\nThe most used settings (* above and values here are the defaults):"
     for key in SETTINGS:
         value, meaning = setting(configs, chosen, key)
