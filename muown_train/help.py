@@ -22,7 +22,7 @@ EXAMPLES = (
     ("schedule=decay_from checkpoint=runs/NAME tokens=2e5", "the decay of a run that was stable until then"),
     ("--multirun seed=0,1,2 optim=muown,muon", "all combinations, one after the other"),
 )
-_WIDTH = 118
+_WIDTH = 110
 
 
 def help_text(configs: Path) -> str:
