@@ -292,9 +292,9 @@ SETTINGS = {
 @pytest.mark.parametrize("model", options("model"))
 def test_a_model_of_the_paper_brings_its_setting_unless_told_otherwise(model):
     config = configured(f"model={model}")
-    paper = model != "tiny"
+    paper = model not in ("tiny", "small")
     assert ("tokenizer" in config.data) == paper
-    assert config.batch_tokens == (524288 if paper else 4096)
+    assert config.batch_tokens == (524288 if paper else {"tiny": 4096, "small": 8192}[model])
     if paper:
         expected = SETTINGS.get(model, (2048, 1e7))
         data = (config.data.get("name"), config.data.tokenizer)
