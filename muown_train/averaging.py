@@ -25,7 +25,7 @@ def chosen(run: Path, steps: Sequence[int] | None = None, last: int | None = Non
     Raises:
         ValueError: a checkpoint is not there or damaged, there are fewer than two, or fewer than `last`.
     """
-    there = [int(path.name[5:]) for path in files.newest_first(run / "checkpoints")][::-1]
+    there = [files.step_of(path) for path in files.newest_first(run / "checkpoints")][::-1]
     if steps is None:
         find_checkpoint(run)  # says what is wrong with a folder without any
         steps = there[-last:] if last else there

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -23,7 +23,7 @@ from muown_train import hardware, manifest
 from muown_train.batch import rows_per_update, updates
 from muown_train.checkpoint import Checkpoints, about_newest
 from muown_train.collector import resting
-from muown_train.config import run_folder
+from muown_train.config import DATA_IDENTITY, run_folder
 from muown_train.console import console
 from muown_train.data.loader import Loader
 from muown_train.data.sources import TrainingData
@@ -44,16 +44,22 @@ from muown_train.stopping import Stop
 from muown_train.top_level import TopLevel, top_level
 from muown_train.trainer import Schedule, Settings, Trainer
 
-if TYPE_CHECKING:
-    from muown_train.saved_run import SavedRun
-
 # of the configuration, dotted; and of what the data turned out to be
 _WHAT_MAY_NOT_CHANGE = (
     *("model", "data", "seq_len", "batch_tokens", "seed", "init_from", "checkpoint"),
     *("optim._target_", "optim.rest._target_"),
 )
 _MAY_CHANGE = ("data.retries", "model.checkpointed")
-_DATA_MAY_NOT_CHANGE = ("content", "tokenizer_hash", "revision", "held_out_content")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint of another run that a new one goes on from."""
+
+    run: Path  # folder
+    checkpoint: Path
+    step: int
+    data: dict[str, Any]  # facts
 
 
 @dataclass
@@ -141,7 +147,7 @@ class Run:
             self.lock.release()
 
 
-def build(config: DictConfig, name: str, world: World, origin: "SavedRun | None" = None) -> Run:
+def build(config: DictConfig, name: str, world: World, origin: Origin | None = None) -> Run:
     """Make a run of a configuration.
 
     Args:
@@ -154,7 +160,7 @@ def build(config: DictConfig, name: str, world: World, origin: "SavedRun | None"
     """
     resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
     top = top_level(resolved, name)
-    autocast = hardware.wants_autocast(top.precision, world.device)
+    resolved |= {"init_from": top.init_from, "checkpoint": top.checkpoint}
     batch_rows = rows_per_update(top.batch_tokens, top.seq_len, top.micro_batch, world.size)
 
     stop = Stop(world, None if top.time_limit is None else 60 * top.time_limit)  # counts from here
@@ -181,33 +187,10 @@ def build(config: DictConfig, name: str, world: World, origin: "SavedRun | None"
 
     if top.give_up_after:
         count_start(folder, top.give_up_after, world)
-    from_run = {
-        "seq_len": top.seq_len,
-        "seed": top.seed,
-        "valid_tokens": top.valid_tokens,
-        "cache": cache_folder(top.cache),
-        "vocab_size": model.vocab_size,
-    }
-    data: TrainingData = factory(resolved["data"], "data", [*from_run, "progress"], top.trust)(**from_run)
-    settings = Settings(
-        steps=steps,
-        batch_tokens=top.batch_tokens,
-        seq_len=top.seq_len,
-        micro_batch=top.micro_batch,
-        eval_every=top.eval_every,
-        save_every=top.save_every,
-        log_every=top.log_every,
-        valid_tokens=top.valid_tokens,
-        check_every=top.check_every,
-        stop_if_unsaved=top.on_save_error == "stop",
-        grad_clip=top.grad_clip,
-        autocast=autocast,
-        reduce_in_bfloat16=top.reduce_dtype == "bfloat16",
-        flops_per_token=model.flops_per_token(),
-        peak_flops=hardware.peak_flops(world.device),
-    )
+    data = make_data(resolved["data"], top, model.vocab_size)
+    settings = make_settings(top, steps, model, world.device)
     if origin:
-        refuse_other_data(origin.folder, {"data": origin.data}, data.facts)
+        refuse_other_data(origin.run, {"data": origin.data}, data.facts)
     refuse_other_data(folder, about, data.facts)
     if start and data.tokenizer.raw is not None:
         start.refuse_other_tokenizer(data.facts)
@@ -242,14 +225,53 @@ def build(config: DictConfig, name: str, world: World, origin: "SavedRun | None"
         stop=stop,
         metrics=Metrics(folder) if world.is_main else None,
     )
-    run = Run(trainer, model, folder, data, top, resolved, facts={}, sinks=[], lock=None)
-    run.origin = origin.checkpoint if origin else None
+    came = origin.checkpoint if origin else None
+    run = Run(trainer, model, folder, data, top, resolved, facts={}, sinks=[], lock=None, origin=came)
     if world.is_main:
         facts = manifest.describe(model, optimizer, data.facts, settings, world, started)
         run.facts = facts | {"origin": came_from}
         run.sinks = [sink for sink in (console(), tracking) if sink]
         run.lock = locked(folder)
     return run
+
+
+def make_data(section: dict[str, Any], top: TopLevel, vocab_size: int) -> TrainingData:
+    """The data of a configuration.
+
+    Args:
+        section: `data` of the resolved configuration; top: its plain keys.
+        vocab_size: of the model.
+    """
+    from_run = {
+        "seq_len": top.seq_len,
+        "seed": top.seed,
+        "valid_tokens": top.valid_tokens,
+        "cache": cache_folder(top.cache),
+        "vocab_size": vocab_size,
+    }
+    data: TrainingData = factory(section, "data", [*from_run, "progress"], top.trust)(**from_run)
+    return data
+
+
+def make_settings(top: TopLevel, steps: int, model: LanguageModel, device: torch.device) -> Settings:
+    """What the loop needs to know of the configuration."""
+    return Settings(
+        steps=steps,
+        batch_tokens=top.batch_tokens,
+        seq_len=top.seq_len,
+        micro_batch=top.micro_batch,
+        eval_every=top.eval_every,
+        save_every=top.save_every,
+        log_every=top.log_every,
+        valid_tokens=top.valid_tokens,
+        check_every=top.check_every,
+        stop_if_unsaved=top.on_save_error == "stop",
+        grad_clip=top.grad_clip,
+        autocast=hardware.wants_autocast(top.precision, device),
+        reduce_in_bfloat16=top.reduce_dtype == "bfloat16",
+        flops_per_token=model.flops_per_token(),
+        peak_flops=hardware.peak_flops(device),
+    )
 
 
 def make_model(resolved: dict[str, Any], top: TopLevel) -> LanguageModel:
@@ -334,7 +356,7 @@ def refuse_other_run(folder: Path, about: dict[str, Any] | None, resolved: dict[
 
 def refuse_other_data(folder: Path, about: dict[str, Any] | None, facts: dict[str, Any]) -> None:
     """Error if the checkpoints are of a run on other data, though the settings are the same."""
-    for key in _DATA_MAY_NOT_CHANGE if about else ():
+    for key in DATA_IDENTITY if about else ():
         old, new = _get(about, f"data.{key}"), redacted_tree(facts.get(key))
         if old != new:
             raise ValueError(

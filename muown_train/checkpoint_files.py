@@ -146,7 +146,12 @@ def fresh(folder: Path) -> None:
 def newest_first(folder: Path) -> list[Path]:
     """The checkpoints in a folder, whatever their state."""
     found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
-    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    """After which update the checkpoint in a folder was."""
+    return int(checkpoint.name[5:])
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:
@@ -164,7 +169,7 @@ def complete(folder: Path) -> Iterator[dict[str, Any]]:
         index = read_index(path)
         try:
             if index and all((path / name).stat().st_size == file["bytes"] for name, file in index["files"].items()):
-                yield {**index, "step": int(path.name[5:])}
+                yield {**index, "step": step_of(path)}
         except (OSError, KeyError, TypeError, AttributeError):
             continue
 

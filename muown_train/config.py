@@ -44,6 +44,8 @@ NOT_IN_NAME = (
     "trust",
     "hydra",
 )
+# facts about a run's data that tell them from others
+DATA_IDENTITY = ("content", "tokenizer_hash", "revision", "held_out_content")
 _LONGEST_NAME = 120  # of those made here; a file system allows 255
 _NAME = "A-Za-z0-9._=+,-"  # what a run's name may consist of
 
@@ -273,7 +275,7 @@ def plain_text(overrides: Iterable[str]) -> list[str]:
     quoted = []
     for override in overrides:
         key, _, value = override.partition("=")
-        if re.fullmatch(r"[\w./+=@%~ -]+", value):
+        if re.fullmatch(r"[\w./+=@%~ *?-]+", value):
             try:
                 OverridesParser.create().parse_override(override)
             except HydraException:

@@ -11,13 +11,12 @@ to decay, and where and how the new run works: all that never goes into a run's 
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from muown_train.build import make_model, make_schedule, refuse_other_run
+from muown_train.build import Origin, make_model, make_schedule, refuse_other_run
 from muown_train.checkpoint import about_newest
 from muown_train.config import NOT_IN_NAME, parsed, run_folder
 from muown_train.saved_run import SavedRun, open_run
@@ -34,7 +33,7 @@ _OF_COMMAND = (*NOT_IN_NAME, *_BUDGET, "schedule", "checkpoint", "init_from")
 _TARGET = "muown_train.schedule.decay_from"
 
 
-def continued(config: DictConfig, overrides: Iterable[str], name: str) -> tuple[DictConfig, SavedRun | None]:
+def continued(config: DictConfig, overrides: Iterable[str], name: str) -> tuple[DictConfig, Origin | None]:
     """The configuration of a run, completed by that of the checkpoint that it goes on from.
 
     Args:
@@ -53,25 +52,25 @@ def continued(config: DictConfig, overrides: Iterable[str], name: str) -> tuple[
     top = top_level(command, name)
     if top.checkpoint is None:
         return config, None
-    command["checkpoint"] = str(Path(top.checkpoint))
+    command["checkpoint"] = top.checkpoint
     given = {override.key_or_group for override in parsed(overrides)}
     check_command(command, given)
     folder = run_folder(top.out, top.name)
     own = about_newest(folder / "checkpoints")
     if own is not None:
         refuse_other_run(folder, own, {**own["config"], "checkpoint": command["checkpoint"]})
-        stored, source = own["config"], None
+        stored, origin = own["config"], None
         fall = {key: stored["schedule"][key] for key in ("start", "level")}
     else:
         source = open_run(command["checkpoint"])
-        stored = source.config
+        stored, origin = source.config, Origin(source.folder, source.checkpoint, source.step, source.data)
         fall = {"start": source.step, "level": multiplier(source, top.trust)}
     merged = command | {key: value for key, value in stored.items() if key not in {*_OF_COMMAND, *given}}
     merged |= {key: command[key] if key in given else None for key in _BUDGET}
     merged["schedule"] = command["schedule"] | fall
     if "model.checkpointed" in given:
         merged["model"] = merged["model"] | {"checkpointed": command["model"]["checkpointed"]}
-    return OmegaConf.create(merged), source
+    return OmegaConf.create(merged), origin
 
 
 def check_command(command: Mapping[str, Any], given: Iterable[str]) -> None:

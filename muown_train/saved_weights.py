@@ -31,7 +31,7 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
     else:
         found = files.newest_first(path / "checkpoints")
     if step is not None:
-        steps = [int(checkpoint.name[5:]) for checkpoint in found]
+        steps = [files.step_of(checkpoint) for checkpoint in found]
         if step not in steps:
             there = ", ".join(map(str, steps)) or "none"
             raise ValueError(f"{path} has no checkpoint of step {step}; there are {there}")

@@ -7,28 +7,27 @@ row sees what lies before it. Blocks of rows are what losses are summed over and
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from muown_train.build import cache_folder
+from muown_train.build import make_data
+from muown_train.config import DATA_IDENTITY
 from muown_train.data.sources import TrainingData
-from muown_train.data.texts import ALL, FROM_RUN, Text, encoded, token_bytes
+from muown_train.data.texts import ALL, Text, encoded, token_bytes
 from muown_train.data.tokenizer import Tokenizer
 from muown_train.evaluation import block_losses, valid_rows
-from muown_train.factory import factory
 from muown_train.models.cross_entropy import IGNORE
 from muown_train.models.language_model import LanguageModel
 from muown_train.saved_run import SavedRun
 from muown_train.secrets import redacted_tree
 
 LEAST_BLOCKS = 30  # blocks have fewer rows where there would be fewer of them
-FEWEST = 10  # blocks that an interval is made of
+FEWEST = 30  # blocks that an interval is made of, for which 1.96 is near enough to Student's quantile
 WIDTH = 1.96  # standard errors: 95 % of a normal distribution
-_SAME = ("content", "tokenizer_hash", "revision", "held_out_content")  # facts that tell one validation text from others
 
 
 @dataclass
@@ -45,7 +44,7 @@ class Score:
         return int(self.targets[: len(self.losses)].sum())
 
     def numbers(self) -> dict[str, Any]:
-        """The results in JSON; loss in nats per token. `…_interval` is None with fewer than 10 blocks."""
+        """The results in JSON; loss in nats per token. `…_interval` is None with fewer than FEWEST blocks."""
         n, losses = len(self.losses), np.array(self.losses)
         loss, error = ratio(losses, self.targets[:n])
         interval = _around(loss, error)
@@ -66,7 +65,7 @@ class Score:
 
 
 def ratio(sums: np.ndarray, sizes: np.ndarray) -> tuple[float, float | None]:
-    """sum(sums) / sum(sizes) over blocks, and half the width of its 95 % interval, None with fewer than 10 blocks.
+    """sum(sums) / sum(sizes) over blocks, and half the width of its 95 % interval, None with fewer than FEWEST blocks.
 
     Blocks are taken as independent; the variance is that of a ratio estimator (Cochran, Sampling Techniques, 3rd
     edition 1977, section 6.4) for a text that is a small part of all there could be.
@@ -125,19 +124,12 @@ def own_validation(
     """
     if not saved.data:
         raise ValueError(f"{saved.folder} does not say what it was trained on: give a text, such as data=files")
-    top = saved.top
-    from_run = {
-        "seq_len": top.seq_len,
-        "seed": top.seed,
-        "valid_tokens": valid_tokens or top.valid_tokens,
-        "cache": cache_folder(cache or top.cache),
-        "vocab_size": vocab_size,
-    }
-    data: TrainingData = factory(saved.config["data"], "data", FROM_RUN)(**from_run)
-    for key in _SAME:
+    top = replace(saved.top, valid_tokens=valid_tokens or saved.top.valid_tokens, cache=cache or saved.top.cache)
+    data = make_data(saved.config["data"], top, vocab_size)
+    for key in DATA_IDENTITY:
         old, new = saved.data.get(key), redacted_tree(data.facts.get(key))
         # more held-out tokens may be of more documents
-        if old != new and not (key == "held_out_content" and valid_tokens not in (None, top.valid_tokens)):
+        if old != new and not (key == "held_out_content" and top.valid_tokens != saved.top.valid_tokens):
             raise ValueError(
                 f"the data of {saved.folder} have changed since it was trained ({key} was {old}, is {new}): "
                 "give a text to evaluate on, such as data=files data.valid=GLOB"

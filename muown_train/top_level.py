@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from muown_train.config import check_name
@@ -55,10 +56,11 @@ class TopLevel:
         for key, allowed in (("out", str), ("cache", str | None)):
             if not isinstance(getattr(self, key), allowed):
                 raise ValueError(f"{key}={getattr(self, key)!r} must be a folder")
-        if self.init_from is not None and not (isinstance(self.init_from, str) and self.init_from):
-            raise ValueError(f"init_from={self.init_from!r} must be a folder, or null")
-        if self.checkpoint is not None and not (isinstance(self.checkpoint, str) and self.checkpoint):
-            raise ValueError(f"checkpoint={self.checkpoint!r} must be a run's folder, one of its checkpoints, or null")
+        for key in ("init_from", "checkpoint"):
+            if (value := getattr(self, key)) is not None:
+                if not (isinstance(value, str) and value):
+                    raise ValueError(f"{key}={value!r} must be the folder of a run or of a checkpoint, or null")
+                setattr(self, key, str(Path(value)))  # the same without a slash at its end
         at_least_1 = ("seq_len", "batch_tokens", "micro_batch", "eval_every", "valid_tokens", "save_every")
         for key in (*at_least_1, "keep_checkpoints", "log_every", "max_bad_updates"):
             self._whole(key, 1)

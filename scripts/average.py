@@ -43,6 +43,7 @@ def main() -> None:
             raise ValueError(f"{out} exists: give another folder with --out, or remove it")
 
         from muown_train.averaging import averaged, chosen, coefficients
+        from muown_train.checkpoint_files import step_of
         from muown_train.saved_run import open_run, write_run
 
         checkpoints = chosen(run, steps, arguments.last)
@@ -52,7 +53,7 @@ def main() -> None:
             tokenizer = saved.tokenizer().raw
         except ValueError:  # random data have none
             tokenizer = None
-        taken = [int(checkpoint.name[5:]) for checkpoint in checkpoints]
+        taken = [step_of(checkpoint) for checkpoint in checkpoints]
         for step, share in zip(taken, shares, strict=True):
             print(f"step {step:>{len(str(taken[-1]))}}  {share:.4f}")
         weights = averaged(checkpoints, shares)

@@ -23,17 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from muown_train import hardware
 from muown_train.__main__ import INTERRUPTED, WRONG, explained, leave
 from muown_train.build import cache_folder
-from muown_train.config import check_overrides, composed, nearest
+from muown_train.config import check_overrides, composed, parsed
 from muown_train.console import duration, rate
 from muown_train.data.texts import ALL, Text, text_of
 from muown_train.factory import whole
 from muown_train.files import replace
+from muown_train.mistakes import nearest
 from muown_train.saved_run import SavedRun, open_run
 from muown_train.scoring import FEWEST, Score, Scoring, difference, prepared, together
 
@@ -52,7 +52,7 @@ def own_settings(settings: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     check_overrides(settings)
     own: dict[str, Any] = {}
     data: list[str] = []
-    for override in OverridesParser.create().parse_overrides(list(settings)):
+    for override in parsed(settings):
         key, value = override.key_or_group, override.value()
         if key.split(".")[0] == "data":
             data.append(str(override.input_line))

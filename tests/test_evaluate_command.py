@@ -29,7 +29,7 @@ TOKENIZERS = Path(__file__).resolve().parents[2] / "shared" / "tokenizers"
 
 @pytest.fixture(scope="module")
 def run(corpus, tmp_path_factory):
-    return trained(corpus, tmp_path_factory.mktemp("runs"), "name='seed=0'", "valid_tokens=500")
+    return trained(corpus, tmp_path_factory.mktemp("runs"), "name='seed=0'", "valid_tokens=1000")
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +68,22 @@ def texts(corpus, tmp_path):
 def test_without_data_it_is_the_validation_loss_of_training(run, evaluate):
     said, [found] = evaluate(run.folder)
     last = metrics(run.folder)[-1]
-    assert found["step"] == 12 and found["all"]["tokens"] == last["valid/tokens"] == 500
+    assert found["step"] == 12 and found["all"]["tokens"] == last["valid/tokens"] == 1000
     assert found["all"]["loss"] == pytest.approx(last["valid/loss"], rel=1e-7)
     assert found["all"]["perplexity"] == pytest.approx(math.exp(found["all"]["loss"]))
     text = run.data.tokenizer.decode(run.data.valid[1:].tolist()).replace("<|endoftext|>", "")
     assert found["all"]["bytes"] == len(text.encode())
-    bits = found["all"]["loss"] * 500 / math.log(2) / len(text.encode())
+    bits = found["all"]["loss"] * 1000 / math.log(2) / len(text.encode())
     assert found["all"]["bits_per_byte"] == pytest.approx(bits)
-    assert f"seed=0 @12     500  {found['all']['loss']:.4f} ± " in said
+    assert f"seed=0 @12   1,000  {found['all']['loss']:.4f} ± " in said
+
+
+def test_an_interval_of_blocks_of_one_size_is_that_of_their_mean():
+    sums = np.random.default_rng(0).normal(30, 5, size=40)
+    value, error = scoring.ratio(sums, np.full(40, 10))
+    assert value == pytest.approx(sums.mean() / 10)
+    assert error == pytest.approx(1.96 * sums.std(ddof=1) / math.sqrt(40) / 10)
+    assert scoring.ratio(sums[:29], np.full(29, 10))[1] is None
 
 
 def test_more_or_less_of_the_held_out_text(run, evaluate):

@@ -78,7 +78,7 @@ def test_a_run_leaves_everything_in_one_folder_and_says_so(corpus, tmp_path, mon
         (["epochs=3"], ["no key epochs; --help shows"]),
         (["OPTIM.LR=1"], ["did you mean optim.lr?"]),
         (["precision=bf16"], ["precision='bf16'", "did you mean bfloat16?"]),
-        (["optim.magnitude=adm"], ["optim.magnitude must be one of", "did you mean adam?"]),
+        (["optim.magnitude=adm"], ["optim.magnitude must be one of 'adam', 'signum'", "got 'adm'"]),
         (["on_save_error=contine"], ["on_save_error='contine'", "did you mean continue?"]),
         (["tracking=wandb", "tracking.mode=ofline"], ["tracking.mode='ofline'", "did you mean offline?"]),
         (["optim=adamw", "optim.lr=-1"], ["optim: Invalid learning rate: -1"]),

@@ -152,11 +152,9 @@ class GPT(LanguageModel):
                 nn.init.normal_(out.weight, std=0.02 / math.sqrt(2 * self.layers))
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        start = cache.length if cache is not None else 0
-        end = start + inputs.shape[1]
-        assert end <= self.seq_len, f"input of {end} tokens, model.seq_len is {self.seq_len}"
+        here = self.positions(inputs, cache)
         x = self.embedding(inputs)  # (B, T, D)
-        cos, sin = self.cos[start:end], self.sin[start:end]
+        cos, sin = self.cos[here], self.sin[here]
         checkpointed = self.checkpointed if torch.is_grad_enabled() else 0
         for i, block in enumerate(self.blocks):
             if i < checkpointed:  # nothing is random: no generator's state to preserve

@@ -23,6 +23,13 @@ class LanguageModel(nn.Module):
         """
         raise NotImplementedError
 
+    def positions(self, inputs: Tensor, cache: KeyValueCache | None) -> slice:
+        """Where inputs (B, T) stand: behind what the cache has seen."""
+        start = cache.length if cache is not None else 0
+        end = start + inputs.shape[1]
+        assert end <= self.seq_len, f"input of {end} tokens, model.seq_len is {self.seq_len}"
+        return slice(start, end)
+
     def flops_per_token(self) -> float:
         """Floating-point operations of one token's forward and backward at T = seq_len.
 

@@ -78,8 +78,7 @@ class Qwen2(LanguageModel):
         self.qwen2 = Qwen2ForCausalLM(config)
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        end = inputs.shape[1] + (cache.length if cache is not None else 0)
-        assert end <= self.seq_len, f"input of {end} tokens, model.seq_len is {self.seq_len}"
+        self.positions(inputs, cache)
         theirs = None if cache is None else _Cache(cache)
         # by position: their name of the cache's argument differs between versions
         x = self.qwen2.model(inputs, None, None, theirs, use_cache=cache is not None)[0]  # (B, T, D)

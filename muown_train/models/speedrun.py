@@ -91,12 +91,10 @@ class Speedrun(LanguageModel):
         nn.init.kaiming_uniform_(self.embedding.weight, a=math.sqrt(5))  # a linear layer's, not N(0, 1) of embeddings
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        start = cache.length if cache is not None else 0
-        end = start + inputs.shape[1]
-        assert end <= self.seq_len, f"input of {end} tokens, model.seq_len is {self.seq_len}"
+        here = self.positions(inputs, cache)
         x = self.embedding(inputs)  # (B, T, D)
         for block in self.blocks:
-            x = block(x, self.cos[start:end], self.sin[start:end], cache)
+            x = block(x, self.cos[here], self.sin[here], cache)
         x = rms_norm(x, self.norm_eps)
         if targets is None:
             return F.linear(x, self.embedding.weight)

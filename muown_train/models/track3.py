@@ -148,14 +148,12 @@ class Track3(LanguageModel):
         return self.head
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        start = cache.length if cache is not None else 0
-        end = start + inputs.shape[1]
-        assert end <= self.seq_len, f"input of {end} tokens, model.seq_len is {self.seq_len}"
+        here = self.positions(inputs, cache)
         x = self.embedding(inputs)  # (B, T, D)
         if not torch.is_autocast_enabled(x.device.type):
             x = x.to(self.norm.weight.dtype)
         x = self.embedding_norm(x)
-        cos, sin = self.cos[start:end], self.sin[start:end]
+        cos, sin = self.cos[here], self.sin[here]
         for block in self.blocks:
             x = block(x, cos, sin, cache)
         x = self.norm(x)

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..mistakes import nearest
 from .eager import EagerOptimizer, Group, State
 from .gate import unless, unless_many
 from .orthogonalize import dtype_name, newton_schulz, svd
@@ -331,5 +330,4 @@ def check_choice(key: str, value: object, choices: tuple[str | None, ...], other
     """Raise ValueError unless value is one of the choices; `other` names what else is right."""
     if value not in choices:
         allowed = ", ".join(repr(choice) for choice in choices)
-        near = nearest(str(value), [choice for choice in choices if choice])
-        raise ValueError(f"{key} must be one of {allowed}{' or ' + other if other else ''}, got {value!r}{near}")
+        raise ValueError(f"{key} must be one of {allowed}{' or ' + other if other else ''}, got {value!r}")

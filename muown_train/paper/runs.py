@@ -14,11 +14,10 @@ import numpy as np
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from muown_train.config import defines_run, dotted
+from muown_train.config import DATA_IDENTITY, defines_run, dotted
 from muown_train.records import Line, read_metrics
 from muown_train.status import read_status
 
-_OF_DATA = ("content", "tokenizer_hash", "revision", "held_out_content")  # in the manifest: what the data were
 SMOOTHED = 0.02  # part of a run's updates that a smoothed training loss is the mean over
 
 Settings = dict[str, Any]  # by dotted key, such as optim.lr
@@ -58,7 +57,7 @@ class RunRecord:
         settings = {key: value for key, value in leaves(self.config) if key != "seed" and defines_run(key)}
         data = self.manifest.get("data")
         facts = data if isinstance(data, dict) else {}
-        return settings | {f"data ({key})": facts[key] for key in _OF_DATA if key in facts}
+        return settings | {f"data ({key})": facts[key] for key in DATA_IDENTITY if key in facts}
 
     def series(self, key: str, against: str = "step") -> Series:
         """The lines that have both.

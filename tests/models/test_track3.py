@@ -181,12 +181,12 @@ def test_the_muon_experiment_is_the_issues():
         0.05,
         [1, 2],
     )
-    assert (
-        optimizer.param_groups[0]["ns_coefficients"] == (2, -1.5, 0.5) and optimizer.param_groups[0]["ns_steps"] == 12
-    )
+    group = optimizer.param_groups[0]
+    assert (group["ns_coefficients"], group["ns_steps"]) == ((2, -1.5, 0.5), 12)
+    assert (group["momentum"], group["nesterov"]) == (0.95, True)
     assert {group["role"]: group["lr"] for group in rest} == {"embedding": 0.7, "head": 0.004, "vector": 0.015}
     for group in optimizer.optimizers[1].param_groups:
-        assert (list(group["betas"]), group["eps"], group["weight_decay"]) == ([0.8, 0.95], 1e-10, 0.001)
+        assert (list(group["betas"]), group["eps"], group["weight_decay"]) == ([0.8, 0.95], 1e-10 / 524288, 0.001)
     assert schedule(0, steps) == schedule(974, steps) == 1
     assert schedule(3249, steps) == pytest.approx(1 / 3250 / 0.7)
 
@@ -199,12 +199,14 @@ def test_the_muown_experiment_is_the_issues():
     for group in (matrices, projections):
         assert (group["lr"], group["direction_scale"], group["ns_steps"]) == (0.00325, 0.2, 12)
         assert (group["orthogonalizer"], group["weight_decay"]) == ("polar_express", 0)
+        assert (group["momentum"], group["nesterov"], list(group["betas"])) == (0.95, True, [0.9, 0.95])
         assert group["zero_rows"] == pytest.approx(math.sqrt(0.33), rel=1e-15)
     assert matrices["row_norm_schedule"] == (2.496, 3165, 1.2)
     assert projections["row_norm_schedule"] == (pytest.approx(3.33 * 2.496), 3165, 1.2)
     rest = optimizer.optimizers[1].param_groups
     assert {group["role"]: group["lr"] for group in rest} == {"embedding": 0.6, "head": 0.009375, "vector": 0.03}
-    assert all(group["weight_decay"] == 0 and group["eps"] == 1e-10 for group in rest)
+    for group in rest:
+        assert (list(group["betas"]), group["eps"], group["weight_decay"]) == ([0.8, 0.95], 1e-10 / 524288, 0)
     assert schedule(949, steps) == 1
     assert schedule(3074, steps) == pytest.approx(((1 - 3074 / 3165) / 0.7) ** 0.9)
     assert model.embedding.weight.dtype == torch.bfloat16
