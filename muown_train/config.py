@@ -152,6 +152,9 @@ def _sentence(error: BaseException, overrides: list[str]) -> str:
         if group in groups and option not in groups[group]:
             others = ", ".join(groups[group]) or "none"
             return f"there is no {override}{nearest(option, groups[group])}; there are {others}"
+    if ambiguous := re.search(r"Ambiguous value for argument '([^=]+)=(.*)'", text):
+        key, value = ambiguous.groups()
+        return f"{key}={value}: text with a comma is \"{key}='{value}'\", a list '{key}=[{value}]'"
     if unknown := re.search(r"Could not override '([^']+)'", text):
         key, known = unknown.group(1), known_keys(overrides)
         if key not in known:

@@ -82,6 +82,11 @@ def console() -> "Sink":
     return LiveConsole() if sys.stdout.isatty() else PlainConsole()
 
 
+def perplexity(value: float) -> str:
+    """For people; of a run that has diverged it has hundreds of digits."""
+    return f"{value:.2f}" if value < 1e6 else f"{value:.2e}"
+
+
 def describe(line: "Line", steps: int) -> str:
     """One line of metrics as a sentence for people, of at most 100 columns for usual values.
 
@@ -97,7 +102,7 @@ def describe(line: "Line", steps: int) -> str:
     if count := line.get("train/skipped_updates"):
         parts.append(f"{count} UPDATE{'S' * (count > 1)} SKIPPED: gradients not finite")
     if "valid/loss" in line:
-        parts.append(f"validation loss {line['valid/loss']:.4f} (perplexity {line['valid/perplexity']:.2f})")
+        parts.append(f"validation loss {line['valid/loss']:.4f} (perplexity {perplexity(line['valid/perplexity'])})")
     if not any(key in line for key in _NEWS):
         parts += _measured(line)
     if "system/seconds_left" in line:

@@ -89,6 +89,8 @@ def check_command(command: Mapping[str, Any], given: Iterable[str]) -> None:
                 f"{key} cannot be given with checkpoint={checkpoint}: model, optimizer, data, batch and seed are those "
                 "of the checkpoint's run"
             )
+        if key in ("schedule.start", "schedule.level"):
+            raise ValueError(f"{key} cannot be given: it is the checkpoint's")
     if not set(_BUDGET) & set(given):
         raise ValueError(f"checkpoint={checkpoint} needs tokens=…: how many to decay over, such as tokens=2e5")
 

@@ -66,6 +66,8 @@ def usable_device(name: str | None) -> torch.device:
     """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if not torch.amp.is_autocast_available(device.type):
+            raise RuntimeError("give cpu or cuda")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
         raise ValueError(f"device {name} cannot be used: {str(error).splitlines()[0]}") from error

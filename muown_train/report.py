@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from muown_train.build import Run
-from muown_train.console import duration
+from muown_train.console import duration, perplexity
 from muown_train.models.generate import generate
 from muown_train.paper.curves import plot_losses
 from muown_train.records import Line
@@ -58,7 +58,7 @@ def finish(run: Run, outcome: Outcome, already: bool) -> None:
         sink.finish(summary | {"outcome": outcome.state, "reason": outcome.reason})
     unigram = run.data.unigram_loss
     plot_losses(lines, run.folder / "loss.png", run.folder.name, unigram)
-    loss = f"validation loss {summary['valid/loss']:.4f}, perplexity {summary['valid/perplexity']:.2f}"
+    loss = f"validation loss {summary['valid/loss']:.4f}, perplexity {perplexity(summary['valid/perplexity'])}"
     if summary["valid/step"] < summary["step"]:
         loss += f" after update {summary['valid/step']:,}"
     print(f"\n{loss}" + (f" (a unigram model of the same text: {unigram:.4f})" if unigram else ""))

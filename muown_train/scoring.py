@@ -122,9 +122,13 @@ def own_validation(
     Raises:
         ValueError: they are no longer what the run was trained on, or it does not say what they were.
     """
-    if not saved.data:
-        raise ValueError(f"{saved.folder} does not say what it was trained on: give a text, such as data=files")
-    top = replace(saved.top, valid_tokens=valid_tokens or saved.top.valid_tokens, cache=cache or saved.top.cache)
+    if not saved.data or not saved.config.get("data"):
+        raise ValueError(
+            f"{saved.folder} does not say what it was trained on (imported weights do not): give a text, such as "
+            "data=stdlib"
+        )
+    # a stored folder of prepared data may be a stranger's choice
+    top = replace(saved.top, valid_tokens=valid_tokens or saved.top.valid_tokens, cache=cache)
     data = make_data(saved.config["data"], top, vocab_size)
     for key in DATA_IDENTITY:
         old, new = saved.data.get(key), redacted_tree(data.facts.get(key))

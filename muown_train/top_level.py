@@ -60,7 +60,7 @@ class TopLevel:
             if (value := getattr(self, key)) is not None:
                 if not (isinstance(value, str) and value):
                     raise ValueError(f"{key}={value!r} must be the folder of a run or of a checkpoint, or null")
-                setattr(self, key, str(Path(value)))  # the same without a slash at its end
+                setattr(self, key, str(Path(value).expanduser()))  # the same without a slash at its end
         at_least_1 = ("seq_len", "batch_tokens", "micro_batch", "eval_every", "valid_tokens", "save_every")
         for key in (*at_least_1, "keep_checkpoints", "log_every", "max_bad_updates"):
             self._whole(key, 1)

@@ -55,7 +55,7 @@ def main() -> None:
             if run.columns:
                 runs.append(run)
             else:
-                faults.append(f"{folder} has no lines in metrics.jsonl: it has not begun, or is an average")
+                faults.append(f"{folder} has no lines in metrics.jsonl: it has not begun, or holds weights alone")
         if not runs:
             raise ValueError(faults[0])
         for fault in faults:
@@ -66,6 +66,8 @@ def main() -> None:
         console.print(comparison.overview().rich(console.width))
         if comparison.differing and len(comparison.groups) <= 6:
             console.print(comparison.differences().rich(console.width))
+        elif comparison.differing:
+            print(f"what differs: {arguments.out}/compare.md")
         for run in runs:
             if run.state != "finished":
                 print(f"{run.name}: {told(run)}")

@@ -15,6 +15,7 @@ Each run reads the same text by its own tokenizer.
 
 import argparse
 import json
+import math
 import re
 import sys
 import time
@@ -29,7 +30,7 @@ from muown_train import hardware
 from muown_train.__main__ import INTERRUPTED, WRONG, explained, leave
 from muown_train.build import cache_folder
 from muown_train.config import check_overrides, composed, parsed
-from muown_train.console import duration, rate
+from muown_train.console import duration, perplexity, rate
 from muown_train.data.texts import ALL, Text, text_of
 from muown_train.factory import whole
 from muown_train.files import replace
@@ -156,6 +157,15 @@ def table(results: Sequence[dict[str, Any]], labels: Sequence[str]) -> list[str]
     return [line.rstrip() for line in lines]
 
 
+def finite(tree: Any) -> Any:
+    """With null in place of numbers that are none, which JSON has not."""
+    if isinstance(tree, dict):
+        return {key: finite(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [finite(value) for value in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
+
+
 def around(numbers: dict[str, Any], key: str, sign: str = "") -> str:
     if key not in numbers:
         return "-"
@@ -165,8 +175,8 @@ def around(numbers: dict[str, Any], key: str, sign: str = "") -> str:
 
 def cells(numbers: dict[str, Any]) -> list[str]:
     interval = numbers["perplexity_interval"]
-    between = f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
-    return [around(numbers, "loss"), f"{numbers['perplexity']:.2f}{between}", around(numbers, "bits_per_byte")]
+    between = f" ({perplexity(interval[0])} to {perplexity(interval[1])})" if interval else ""
+    return [around(numbers, "loss"), f"{perplexity(numbers['perplexity'])}{between}", around(numbers, "bits_per_byte")]
 
 
 def notes(results: Sequence[dict[str, Any]], own_text: bool) -> list[str]:
@@ -212,8 +222,8 @@ def main() -> None:
         saved_runs = [open_run(run, arguments.step) for run in runs]
         if arguments.precision:
             saved_runs = [saved.with_precision(arguments.precision) for saved in saved_runs]
-        if arguments.json and not arguments.json.parent.is_dir():
-            raise ValueError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
+        if arguments.json and (arguments.json.is_dir() or not arguments.json.parent.is_dir()):
+            raise ValueError(f"--json {arguments.json} must be a file in a folder that is there")
         try:
             text = chosen_text(data, own, arguments.source)
             evaluate(runs, saved_runs, text, own, device, arguments.json)
@@ -255,7 +265,7 @@ def evaluate(
         print(f"text: {text.name if text else 'held out in training'}")
         print("\n".join([*table(results, labels), "", *notes(results, text is None)]))
         if file:
-            replace(file, (json.dumps({"text": text and text.name, "runs": results}, indent=1) + "\n").encode())
+            replace(file, (json.dumps(finite({"text": text and text.name, "runs": results}), indent=1) + "\n").encode())
     if not complete:
         leave(f"interrupted in {label}" + ", the table has what was done" * bool(results), INTERRUPTED)
 

@@ -90,6 +90,7 @@ def prompt_ids(tokenizer: HubTokenizer, prompt: str) -> list[int]:
 
 def main() -> None:
     arguments = arguments_of(sys.argv[1:])
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # where the terminal has not all letters
     with explained([]):
         try:
             sample(arguments)

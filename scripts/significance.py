@@ -18,7 +18,7 @@ def table(runs: Sequence[RunRecord], losses: Sequence[float], step: int) -> Iter
     width = max(len(str(run.folder)) for run in runs)
     yield f"{'run':<{width}}  {'step':>7}  {'seed':>6}  validation loss"
     for run, loss in zip(runs, losses, strict=True):
-        yield f"{run.folder!s:<{width}}  {step:>7,}  {run.seed:>6}  {loss:>15.5f}"
+        yield f"{run.folder!s:<{width}}  {step:>7,}  {run.seed!s:>6}  {loss:>15.5f}"
 
 
 def conclusion(verdict: Verdict, target: float) -> Iterator[str]:

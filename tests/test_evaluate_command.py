@@ -29,7 +29,7 @@ TOKENIZERS = Path(__file__).resolve().parents[2] / "shared" / "tokenizers"
 
 @pytest.fixture(scope="module")
 def run(corpus, tmp_path_factory):
-    return trained(corpus, tmp_path_factory.mktemp("runs"), "name='seed=0'", "valid_tokens=1000")
+    return trained(corpus, tmp_path_factory.mktemp("runs"), "name='seed=0'", "valid_tokens=960")
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +68,14 @@ def texts(corpus, tmp_path):
 def test_without_data_it_is_the_validation_loss_of_training(run, evaluate):
     said, [found] = evaluate(run.folder)
     last = metrics(run.folder)[-1]
-    assert found["step"] == 12 and found["all"]["tokens"] == last["valid/tokens"] == 1000
+    assert found["step"] == 12 and found["all"]["tokens"] == last["valid/tokens"] == 960
     assert found["all"]["loss"] == pytest.approx(last["valid/loss"], rel=1e-7)
     assert found["all"]["perplexity"] == pytest.approx(math.exp(found["all"]["loss"]))
     text = run.data.tokenizer.decode(run.data.valid[1:].tolist()).replace("<|endoftext|>", "")
     assert found["all"]["bytes"] == len(text.encode())
-    bits = found["all"]["loss"] * 1000 / math.log(2) / len(text.encode())
+    bits = found["all"]["loss"] * 960 / math.log(2) / len(text.encode())
     assert found["all"]["bits_per_byte"] == pytest.approx(bits)
-    assert f"seed=0 @12   1,000  {found['all']['loss']:.4f} ± " in said
+    assert f"seed=0 @12     960  {found['all']['loss']:.4f} ± " in said
 
 
 def test_an_interval_of_blocks_of_one_size_is_that_of_their_mean():
@@ -133,7 +133,7 @@ def test_sources_by_a_key(run, evaluate, texts, ending):
 def test_runs_side_by_side_with_their_difference(run, evaluate, texts):
     folder = texts[0]
     checkpoints = sorted((run.folder / "checkpoints").glob("step-*"))[::-1]
-    said, [late, early] = evaluate(*checkpoints, "data=files", f"data.valid={folder}/a.jsonl")
+    said, [late, early] = evaluate(*checkpoints, "data=files", f"data.valid={folder}/a.jsonl", "seq_len=16")
     minus = early["all"]["minus_first"]
     assert (
         minus["loss"] == pytest.approx(early["all"]["loss"] - late["all"]["loss"]) and "minus_first" not in late["all"]

@@ -46,7 +46,10 @@ def shards(
     beyond the tokenizer; or the tokenizer that is not that of the shards or larger than `vocab_size`.
     """
     if not path:
-        raise ValueError("data.path is not set: give the folder that scripts/prepare_data.py wrote to")
+        raise ValueError(
+            "data.path is not set: give the folder of the shards, which scripts/prepare_data.py writes, or of "
+            "fineweb10B modded-nanogpt's data/cached_fineweb10B.py"
+        )
     folder = Path(path).expanduser()
     if not folder.is_dir():
         what = "a file" if folder.exists() else "not there"

@@ -22,7 +22,7 @@ class Sampling:
     """What the next token is drawn from: first the temperature, then top-k, then top-p.
 
     Args:
-        temperature: divides the logits; 0 takes the most likely token.
+        temperature: divides the logits; 0, or what is so in float32, takes the most likely token.
         top_k: only so many of the most likely; None: all.
         top_p: only the fewest of the most likely that together have this probability (Holtzman et al. 2020, arXiv
             1904.09751); 1: all.
@@ -51,7 +51,7 @@ class Sampling:
         """
         if not logits.isfinite().all():
             raise ValueError("the model's logits are not finite: its weights are of no use")
-        if self.temperature == 0:
+        if self.temperature < torch.finfo(logits.dtype).tiny:
             return torch.zeros_like(logits).index_fill_(0, logits.argmax(), 1.0)
         # the largest is 0 from here on, so that a tiny temperature does not overflow to infinity minus infinity
         logits = (logits - logits.max()) / self.temperature

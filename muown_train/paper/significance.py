@@ -68,9 +68,6 @@ def common_step(runs: Sequence[RunRecord], step: int | None = None) -> int:
         end = max(evaluations(run))
         if end != last:
             raise ValueError(f"{first.folder} ends at step {last}, {run.folder} at {end}: all must end alike")
-        if run.seed in seeds:
-            raise ValueError(f"{seeds[run.seed].folder} and {run.folder} have the same seed={run.seed}: it counts once")
-        seeds[run.seed] = run
         for key in [*first.settings, *run.settings]:
             ours, theirs = first.settings.get(key), run.settings.get(key)
             if ours != theirs:
@@ -78,6 +75,9 @@ def common_step(runs: Sequence[RunRecord], step: int | None = None) -> int:
                     f"{first.folder} has {key}={ours}, {run.folder} has {key}={theirs}: "
                     "the rule is for runs that differ in nothing but the seed"
                 )
+        if run.seed in seeds:
+            raise ValueError(f"{seeds[run.seed].folder} and {run.folder} have the same seed={run.seed}: it counts once")
+        seeds[run.seed] = run
     chosen = last if step is None else step
     for run in runs:
         if chosen not in evaluations(run):

@@ -159,3 +159,12 @@ def test_text_comes_as_soon_as_a_character_is_whole(tokenizer):
     ids = tokenizer.encode_batch(["a€b"])[0].tolist()  # € is three bytes of no merge
     assert len(ids) == 5
     assert list(pieces(tokenizer.decode, iter(ids))) == ["a", "€", "b"]
+
+
+def test_a_temperature_that_float32_cannot_hold_is_zero():
+    logits = torch.tensor([1.0, 3.0, 2.0])
+    assert Sampling(temperature=1e-320).probabilities(logits).tolist() == [0, 1, 0]
+
+
+def test_top_p_keeps_no_more_than_it_needs():
+    assert Sampling(temperature=1.0, top_p=0.5).probabilities(torch.zeros(2)).tolist() == [1, 0]
