@@ -9,7 +9,6 @@ from torch import Tensor
 
 from muown_train.build import make_optimizer
 from muown_train.factory import factory
-from muown_train.models.kv_cache import KeyValueCache
 from muown_train.models.speedrun import Speedrun
 from muown_train.optim import parameter_roles
 from tests.runs import configured
@@ -79,27 +78,6 @@ def test_summed_loss_counts_each_target_once():
     logits = model(inputs).log_softmax(-1)
     expected = -sum(logits[b, t, targets[b, t]] for b in range(2) for t in range(8) if targets[b, t] >= 0)
     torch.testing.assert_close(model(inputs, targets), expected)
-
-
-def test_no_token_sees_a_later_one():
-    model = small()
-    ids = torch.randint(97, (1, 20))
-    changed = ids.clone()
-    changed[0, 12] = (ids[0, 12] + 1) % 97
-    before, after = model(ids), model(changed)
-    torch.testing.assert_close(before[:, :12], after[:, :12])
-    assert not torch.allclose(before[:, 12:], after[:, 12:])
-
-
-@pytest.mark.parametrize("parts", [[1] * 20, [7, 1, 12], [20]])
-def test_a_cache_gives_the_logits_of_the_whole(parts):
-    model = small()
-    ids = torch.randint(97, (2, 20))
-    cache = KeyValueCache()
-    with torch.no_grad():
-        logits = torch.cat([model(part, cache=cache) for part in ids.split(parts, dim=1)], dim=1)
-        torch.testing.assert_close(logits, model(ids), rtol=1e-5, atol=1e-5)
-    assert cache.length == 20
 
 
 @pytest.mark.parametrize("dim", [384, 768, 1536])

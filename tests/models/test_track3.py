@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 from muown_train.build import make_model, make_optimizer, make_schedule
 from muown_train.distributed import World
 from muown_train.manifest import groups
-from muown_train.models.kv_cache import KeyValueCache
 from muown_train.models.track3 import Track3
 from muown_train.optim import parameter_roles
 from muown_train.parity import differing
@@ -121,24 +120,6 @@ def test_roles_and_what_tells_the_matrices_apart():
     assert sum(role == "matrix" for role in roles.values()) == 3 * 6
     assert all(roles[name] == "vector" for name in roles if name.endswith(("bias", "norm.weight")))
     assert set(roles.values()) == {"embedding", "head", "matrix", "vector"}
-
-
-def test_no_token_sees_a_later_one():
-    model = small(noise=0.2)
-    ids = torch.randint(97, (1, 20))
-    changed = ids.clone()
-    changed[0, 12] = (ids[0, 12] + 1) % 97
-    before, after = model(ids), model(changed)
-    torch.testing.assert_close(before[:, :12], after[:, :12])
-    assert not torch.allclose(before[:, 12:], after[:, 12:])
-
-
-@pytest.mark.parametrize("parts", [[1] * 20, [7, 1, 12], [20]])
-def test_a_cache_gives_the_logits_of_the_whole(parts):
-    model, ids, cache = small(noise=0.2).eval(), torch.randint(97, (2, 20)), KeyValueCache()
-    with torch.no_grad():
-        logits = torch.cat([model(part, cache=cache) for part in ids.split(parts, dim=1)], dim=1)
-        torch.testing.assert_close(logits, model(ids), rtol=1e-4, atol=1e-4)
 
 
 def test_under_autocast_it_is_close_and_the_stream_is_bfloat16():

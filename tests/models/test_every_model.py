@@ -1,0 +1,39 @@
+"""What holds for every architecture."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from muown_train.models.kv_cache import KeyValueCache
+from tests.models import test_gpt, test_qwen2, test_speedrun, test_track3
+
+SMALL = {  # vocabularies of 97
+    "gpt": test_gpt.small,
+    "qwen2": test_qwen2.small,
+    "speedrun": test_speedrun.small,
+    "track3": partial(test_track3.small, noise=0.2),  # its logits are zero at first
+}
+every_model = pytest.mark.parametrize("small", SMALL.values(), ids=SMALL)
+
+
+@every_model
+def test_no_token_sees_a_later_one(small):
+    model = small().eval()
+    ids = torch.randint(97, (1, 20))
+    changed = ids.clone()
+    changed[0, 12] = (ids[0, 12] + 1) % 97
+    with torch.no_grad():
+        before, after = model(ids), model(changed)
+    torch.testing.assert_close(before[:, :12], after[:, :12])
+    assert not torch.allclose(before[:, 12:], after[:, 12:])
+
+
+@every_model
+@pytest.mark.parametrize("parts", [[1] * 20, [7, 1, 12], [20]])
+def test_a_cache_gives_the_logits_of_the_whole(small, parts):
+    model, ids, cache = small().eval(), torch.randint(97, (2, 20)), KeyValueCache()
+    with torch.no_grad():
+        logits = torch.cat([model(part, cache=cache) for part in ids.split(parts, dim=1)], dim=1)
+        torch.testing.assert_close(logits, model(ids), rtol=1e-5, atol=1e-5)
+    assert cache.length == 20
