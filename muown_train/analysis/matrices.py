@@ -15,6 +15,11 @@ class Matrix(NamedTuple):
     parameter: nn.Parameter
     rows: slice
 
+    @property
+    def of_parameter(self) -> str:
+        """The canonical name of the whole parameter."""
+        return self.name.split(":")[0]
+
     def of(self, tensor: Tensor) -> Tensor:
         """Its rows of a tensor that is laid out as the parameter: weights or gradient (m, n), magnitudes (m,)."""
         return tensor[self.rows]

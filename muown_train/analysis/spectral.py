@@ -23,15 +23,20 @@ class Spectral(NamedTuple):
     coherence: Tensor  # lambda_max(P C P), at least 1
 
 
-def singular_values(W: Tensor) -> Tensor:
-    """All min(m, n) singular values of W (..., m, n), largest first, in float64: exact to rounding."""
-    values: Tensor = torch.linalg.svdvals(W.double())
-    return values
+def singular_values(W: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """All min(m, n) singular values of W (..., m, n), largest first, in `dtype`: exact to its rounding.
+
+    Those of a matrix with an element that is no finite number are NaN, where a decomposition would be an error.
+    """
+    W = W.to(dtype)
+    finite = W.isfinite().flatten(-2).all(-1)  # (...,)
+    values: Tensor = torch.linalg.svdvals(torch.where(finite[..., None, None], W, 0))
+    return torch.where(finite[..., None], values, torch.nan)
 
 
 def spectral(W: Tensor) -> Spectral:
-    """The factors of Proposition 1, exact, of W (..., m, n) without zero matrices, in float64."""
-    return _factors(torch.linalg.matrix_norm(W.double(), 2), W)
+    """The factors of Proposition 1, exact, of W (..., m, n), in float64; of a zero matrix the coherence is NaN."""
+    return factors(singular_values(W)[..., 0], W)
 
 
 def spectral_by_power_iteration(W: Tensor, iterations: int = 30, seed: int = 0) -> tuple[Spectral, Tensor]:
@@ -56,10 +61,11 @@ def spectral_by_power_iteration(W: Tensor, iterations: int = 30, seed: int = 0) 
     squared = u.square().sum((-2, -1))  # the Rayleigh quotient of v
     residual = torch.linalg.vector_norm(A.mT @ u - squared[..., None, None] * v, dim=(-2, -1))
     sigma = squared.sqrt()
-    return _factors(sigma, W), residual / sigma
+    return factors(sigma, W), residual / sigma
 
 
-def _factors(spectral_norm: Tensor, W: Tensor) -> Spectral:
+def factors(spectral_norm: Tensor, W: Tensor) -> Spectral:
+    """Those of W (..., m, n) whose spectral norm (...,) is known."""
     largest = row_norms(W.to(spectral_norm.dtype)).amax(-1)
     return Spectral(spectral_norm, largest, (spectral_norm / largest).square())
 
