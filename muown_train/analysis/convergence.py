@@ -127,7 +127,7 @@ def run(
             if before:
                 L = max(L, smoothness(before, now))
             sigma = max(sigma, noise_bound(now.g, state["row_norm"], deviation, of.X.shape[0]))
-            if t == T or L > most[0] or sigma > most[1]:
+            if t == T or most[0] < L or most[1] < sigma:
                 break
             before, total = now, total + now.dual_norm
             noise = deviation * torch.randn(W.shape, generator=generator, dtype=W.dtype)
@@ -143,7 +143,8 @@ def _point(of: Problem, W: Tensor, g: Tensor, r: Tensor) -> _Point:
 def smoothness(a: _Point, b: _Point) -> float:
     """The least L with which F from a to b is as the proofs need it.
 
-    ||grad F(b) - grad F(a)||_* <= L d and F(b) - F(a) - <grad F(a), b - a> <= L d^2 / 2, d = max(||.||_inf, ||.||_S_inf).
+    ||grad F(b) - grad F(a)||_* <= L d and F(b) - F(a) - <grad F(a), b - a> <= L d^2 / 2, where d is the norm of b - a,
+    max(||.||_inf, ||.||_S_inf).
     """
     of_g, of_R = b.g - a.g, b.R - a.R
     d = max(float(of_g.abs().max()), float(torch.linalg.matrix_norm(of_R, 2)))
