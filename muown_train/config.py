@@ -148,12 +148,14 @@ def _sentence(error: BaseException, overrides: list[str]) -> str:
             return misread(overrides, i)
         if override.endswith("=") and overrides[i + 1 : i + 2] and "=" not in overrides[i + 1]:
             return misread(overrides, i + 1)
-        group, _, chosen = override.lstrip("+").partition("=")
-        for option in chosen.strip("[]").split(",") if group == "probes" else [chosen]:
+        key, _, chosen = override.partition("=")
+        group = key.lstrip("+")
+        several = group == "probes" and chosen.startswith("[")
+        for option in chosen.strip("[] ").split(",") if several else [chosen]:
             option = option.strip()
-            if group in groups and option not in groups[group] and chosen != "[]":
+            if group in groups and option not in groups[group] and not (several and not option):
                 others = ", ".join(groups[group]) or "none"
-                return f"there is no {group}={option}{nearest(option, groups[group])}; there are {others}"
+                return f"there is no {key}={option}{nearest(option, groups[group])}; there are {others}"
     if unknown := re.search(r"Could not override '([^']+)'", text):
         key, known = unknown.group(1), known_keys(overrides)
         if key not in known:
