@@ -6,7 +6,7 @@ Everything that can be wrong is found before data are read or fetched, and befor
 import inspect
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,9 +26,10 @@ from muown_train.collector import resting
 from muown_train.config import DATA_IDENTITY, run_folder
 from muown_train.console import console
 from muown_train.data.loader import Loader
+from muown_train.data.rows import RowSource
 from muown_train.data.sources import TrainingData
 from muown_train.data.tokenizer import TOKENIZER
-from muown_train.data.workers import with_workers
+from muown_train.data.workers import apart, with_workers
 from muown_train.distributed import World
 from muown_train.factory import check_settings, factory, whole
 from muown_train.files import replace
@@ -36,7 +37,7 @@ from muown_train.guard import Guard
 from muown_train.models.language_model import LanguageModel
 from muown_train.optim import Combined, param_groups, shard
 from muown_train.patterns import check_patterns, divided
-from muown_train.records import Metrics, Sink
+from muown_train.records import Line, Metrics, Sink
 from muown_train.secrets import redacted, redacted_tree
 from muown_train.start import read_start
 from muown_train.status import Outcome, count_start, read_status, write_status
@@ -196,6 +197,7 @@ def build(config: DictConfig, name: str, world: World, origin: Origin | None = N
         start.refuse_other_tokenizer(data.facts)
     started = start.facts if start else (about or {}).get("init_from")
     came_from = {"checkpoint": str(origin.checkpoint), "step": origin.step} if origin else (about or {}).get("origin")
+    rows_apart = apart(data.train) if resolved.get("probes") else data.train
     rows = with_workers(data.train, top.workers)
     trainer = Trainer(
         world=world,
@@ -225,6 +227,8 @@ def build(config: DictConfig, name: str, world: World, origin: Origin | None = N
         stop=stop,
         metrics=Metrics(folder) if world.is_main else None,
     )
+    if resolved.get("probes"):
+        trainer.probe = make_probes(resolved, top, trainer, model, rows_apart)
     came = origin.checkpoint if origin else None
     run = Run(trainer, model, folder, data, top, resolved, facts={}, sinks=[], lock=None, origin=came)
     if world.is_main:
@@ -265,6 +269,7 @@ def make_settings(top: TopLevel, steps: int, model: LanguageModel, device: torch
         log_every=top.log_every,
         valid_tokens=top.valid_tokens,
         check_every=top.check_every,
+        probe_every=top.probe_every,
         stop_if_unsaved=top.on_save_error == "stop",
         grad_clip=top.grad_clip,
         autocast=hardware.wants_autocast(top.precision, device),
@@ -337,6 +342,30 @@ def made(optimizer: partial[Any], parameters: list[Any], section: str) -> Optimi
         known = key and key.group() in inspect.signature(optimizer.func).parameters
         raise ValueError(f"{section}{'.' if known else ': '}{error}") from error
     return done
+
+
+def make_probes(
+    resolved: dict[str, Any], top: TopLevel, trainer: Trainer, model: LanguageModel, rows: RowSource
+) -> Callable[[], Line]:
+    """What the sections of `probes` measure in a run; `rows` are for nothing else."""
+    from muown_train.analysis.probes import Probes
+    from muown_train.analysis.subject import Subject, magnitudes_of
+
+    subject = Subject(
+        model,
+        trainer.world,
+        magnitudes_of(trainer.optimizer, model, trainer.world),
+        lambda: rows,
+        trainer.loader.state_dict,
+        top.seq_len,
+        top.batch_tokens,
+        top.micro_batch,
+        trainer.settings.autocast,
+    )
+    sections = {
+        name: factory(section, f"probes.{name}", ["subject"], top.trust) for name, section in resolved["probes"].items()
+    }
+    return Probes({name: section(subject=subject) for name, section in sections.items()})
 
 
 def refuse_other_run(folder: Path, about: dict[str, Any] | None, resolved: dict[str, Any]) -> None:

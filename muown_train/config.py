@@ -23,7 +23,7 @@ _PACKAGE = Path(__file__).resolve().parent
 CONFIG_DIR = next(
     folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if (folder / "train.yaml").exists()
 )
-GROUPS = ("model", "optim", "data", "schedule", "tracking", "experiment")
+GROUPS = ("model", "optim", "data", "schedule", "tracking", "probes", "experiment")
 NOT_IN_NAME = (
     "name",
     "out",
@@ -37,6 +37,8 @@ NOT_IN_NAME = (
     "time_limit",
     "give_up_after",
     "check_every",
+    "probes",
+    "probe_every",
     "sample_tokens",
     "shard_optimizer",
     "model.checkpointed",
@@ -148,10 +150,14 @@ def _sentence(error: BaseException, overrides: list[str]) -> str:
             return misread(overrides, i)
         if override.endswith("=") and overrides[i + 1 : i + 2] and "=" not in overrides[i + 1]:
             return misread(overrides, i + 1)
-        group, _, option = override.lstrip("+").partition("=")
-        if group in groups and option not in groups[group]:
-            others = ", ".join(groups[group]) or "none"
-            return f"there is no {override}{nearest(option, groups[group])}; there are {others}"
+        key, _, chosen = override.partition("=")
+        group = key.lstrip("+")
+        several = group == "probes" and chosen.startswith("[")
+        for option in chosen.strip("[] ").split(",") if several else [chosen]:
+            option = option.strip()
+            if group in groups and option not in groups[group] and not (several and not option):
+                others = ", ".join(groups[group]) or "none"
+                return f"there is no {key}={option}{nearest(option, groups[group])}; there are {others}"
     if ambiguous := re.search(r"Ambiguous value for argument '([^=]+)=(.*)'", text):
         key, value = ambiguous.groups()
         return f"{key}={value}: text with a comma is \"{key}='{value}'\", a list '{key}=[{value}]'"

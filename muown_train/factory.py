@@ -33,6 +33,9 @@ ALLOWED = frozenset(
         "muown_train.schedule.decay_from",
         "muown_train.schedule.power_cooldown",
         "muown_train.schedule.wsd",
+        "muown_train.analysis.probes.AttentionLogits",
+        "muown_train.analysis.probes.EffectiveRank",
+        "muown_train.analysis.probes.Spectral",
         "muown_train.tensorboard_sink.TensorBoardSink",
         "muown_train.wandb_sink.WandbSink",
     }

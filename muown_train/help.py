@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-GROUPS = ("model", "optim", "data", "schedule", "tracking", "experiment")
+GROUPS = ("model", "optim", "data", "schedule", "tracking", "probes", "experiment")
 SETTINGS = (  # the most used
     *("tokens", "optim.lr", "seq_len", "batch_tokens", "micro_batch"),
     *("precision", "compile", "seed", "name", "out"),

@@ -49,13 +49,13 @@ class Metrics:
             OSError: they cannot be written now. The file is as before; they, and events that wait, will be written,
                 in order, by the next call that can.
         """
-        self._lines.waiting += map(_encoded, lines)
+        self._lines.waiting += map(encoded, lines)
         self._lines.write()
         self._events.write()
 
     def event(self, facts: Mapping[str, Any]) -> None:
         """Write a line to events.jsonl; one that cannot be written now waits for the next event or `append`."""
-        self._events.waiting.append(_encoded(facts))
+        self._events.waiting.append(encoded(facts))
         with suppress(OSError):  # the next `append` says it
             self._events.write()
 
@@ -103,7 +103,7 @@ class Metrics:
         last = _parsed(lines[-1]) if lines else None
         if last is not None and last["step"] == line["step"]:
             lines.pop()
-        replace(self.path, b"".join([*lines, _encoded(line)]))
+        replace(self.path, b"".join([*lines, encoded(line)]))
 
     def read(self) -> list[Line]:
         """All lines, those that wait too."""
@@ -163,7 +163,7 @@ def read_metrics(path: Path) -> list[Line]:
 
 
 def _parsed(text: bytes) -> Line | None:
-    """A line of metrics, if it is one, with what `_encoded` wrote as strings as numbers again."""
+    """A line of metrics, if it is one, with what `encoded` wrote as strings as numbers again."""
     try:
         line = json.loads(text)
         if not isinstance(line, dict) or not math.isfinite(line["step"]):
@@ -180,7 +180,7 @@ def _is_json(text: bytes) -> bool:
         return False
 
 
-def _encoded(line: Mapping[str, Any]) -> bytes:
+def encoded(line: Mapping[str, Any]) -> bytes:
     """A line as bytes; NaN and infinities as strings: JSON has none."""
     finite = {
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value

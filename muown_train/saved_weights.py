@@ -1,6 +1,7 @@
 """Weights of a checkpoint, found and read without making anything else of the run."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 from muown_train import checkpoint_files as files
 
 _MODEL = "model/"  # what the keys of weights in a checkpoint begin with
+_OPTIMIZER = "optimizer/"
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:
@@ -76,3 +78,28 @@ def weight_readers(checkpoint: Path, files_open: ExitStack) -> dict[str, Callabl
             if key.startswith(_MODEL):
                 readers[key.removeprefix(_MODEL)] = partial(file.get_tensor, key)
     return readers
+
+
+def read_optimizer_state(checkpoint: Path, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
+    """Of each parameter, by canonical name, the tensors of optimizer state that are called so, on the CPU.
+
+    Parameters without any of them have an empty dictionary; there is none where a checkpoint holds weights alone.
+    """
+    wanted, found = set(names), dict[str, dict[str, Tensor]]()
+    for path in sorted(checkpoint.glob("rank-*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118, it is no mapping
+                if key.startswith(_OPTIMIZER):
+                    parameter, _, name = key.removeprefix(_OPTIMIZER).rpartition("/")
+                    of_parameter = found.setdefault(parameter, {})
+                    if name in wanted:
+                        of_parameter[name] = file.get_tensor(key)
+    return found
+
+
+def read_rest(checkpoint: Path) -> dict[str, Any]:
+    """What a whole checkpoint holds besides tensors, flat, such as `data/rows`."""
+    rest: dict[str, Any] = {}
+    for path in sorted(checkpoint.glob("rank-*.json")):
+        rest |= json.loads(path.read_text())
+    return rest

@@ -46,6 +46,7 @@ class TopLevel:
     diverged_above: float | None
     diverged_from: int
     check_every: int | None
+    probe_every: int = 100
     log_every: int
     sample_tokens: int
     paper_exact: bool
@@ -62,7 +63,7 @@ class TopLevel:
                     raise ValueError(f"{key}={value!r} must be the folder of a run or of a checkpoint, or null")
                 setattr(self, key, str(Path(value).expanduser()))  # the same without a slash at its end
         at_least_1 = ("seq_len", "batch_tokens", "micro_batch", "eval_every", "valid_tokens", "save_every")
-        for key in (*at_least_1, "keep_checkpoints", "log_every", "max_bad_updates"):
+        for key in (*at_least_1, "keep_checkpoints", "log_every", "probe_every", "max_bad_updates"):
             self._whole(key, 1)
         for key in ("sample_tokens", "seed", "max_rollbacks", "diverged_from"):
             self._whole(key, 0)
@@ -99,7 +100,7 @@ class TopLevel:
 def top_level(resolved: dict[str, Any], name: str) -> TopLevel:
     """The plain keys; an unknown one is an error with the nearest name."""
     known = [field.name for field in fields(TopLevel)]
-    groups = ("model", "data", "optim", "schedule", "tracking")
+    groups = ("model", "data", "optim", "schedule", "tracking", "probes")
     for key in resolved:
         if key not in (*known, *groups):
             raise ValueError(f"there is no key {key}{nearest(key, (*known, *groups))}")

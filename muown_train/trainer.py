@@ -49,6 +49,7 @@ class Settings:
     log_every: int
     valid_tokens: int
     check_every: int | None = None  # between two comparisons of the weights of all ranks
+    probe_every: int | None = None  # between two calls of the probe
     stop_if_unsaved: bool = True  # a checkpoint that cannot be written ends the run; or it goes on without
     grad_clip: float | None = 1.0
     autocast: bool = False  # bfloat16 in the forward pass, float32 weights
@@ -66,6 +67,7 @@ class Trainer:
         guard: what ends the run or takes it back.
         stop: what asks it to stop.
         metrics: None on all ranks but the main one. `sinks` is set there once the run goes on.
+        probe: gives further numbers about the weights as they are, and changes nothing; called on every rank.
     """
 
     def __init__(
@@ -81,10 +83,11 @@ class Trainer:
         guard: Guard,
         stop: Stop,
         metrics: Metrics | None = None,
+        probe: Callable[[], Line] | None = None,
     ) -> None:
         self.world, self.model, self.optimizer, self.schedule = world, model, optimizer, schedule
         self.loader, self.valid, self.checkpoints, self.settings = loader, valid, checkpoints, settings
-        self.guard, self.stop, self.metrics = guard, stop, metrics
+        self.guard, self.stop, self.metrics, self.probe = guard, stop, metrics, probe
         self.random_state = RandomState(world)
         self.sinks: Sequence[Sink] = ()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -112,7 +115,7 @@ class Trainer:
                 reason = None  # it ends anyhow
             settings = self.settings
             intervals = (settings.log_every, settings.eval_every, settings.save_every, settings.check_every)
-            if reason or any(self.due(every) for every in intervals if every):
+            if reason or self.probe_due() or any(self.due(every) for every in intervals if every):
                 outcome = self.boundary(reason)
                 if outcome:
                     return outcome
@@ -120,12 +123,15 @@ class Trainer:
         return Outcome("finished")
 
     def begin(self) -> None:
-        """Evaluate where that is still owed: before the run's first update, and where a stop came before it."""
+        """Evaluate and probe where that is still owed: before the first update, and where a stop came before it."""
         written = self.metrics.read()[-1:] if self.metrics else []
         last = written[0] if written and written[0]["step"] == self.step else {}
-        owed = self.step == 0 or not written or (self.due(self.settings.eval_every) and "valid/loss" not in last)
-        if self.world.gather(owed)[0]:
-            line = {"step": self.step, "tokens": self.tokens, "time": self.seconds, **last, **self.evaluate()}
+        evaluation = self.step == 0 or not written or (self.due(self.settings.eval_every) and "valid/loss" not in last)
+        probe = self.probe_due() and "probe/seconds" not in last
+        evaluation, probe = self.world.gather((evaluation, probe))[0]
+        if evaluation or probe:
+            line = {"step": self.step, "tokens": self.tokens, "time": self.seconds, **last}
+            line |= self.measured(evaluation, probe)
             self.world.on_main(lambda: self.metrics.amend(line) if self.metrics else None)
             self.show([line])
         self.resumed_at = time.perf_counter()
@@ -143,9 +149,8 @@ class Trainer:
         rows = [update.rows for update in self.pending]
         lines = self.collect()
         too_bad, diverged = self.guard.bad_updates(lines, rows), self.guard.diverged(lines)
-        evaluated = not (stopping or too_bad or diverged) and self.due(self.settings.eval_every)
-        if evaluated:
-            lines[-1] |= self.evaluate()
+        if not (stopping or too_bad or diverged):
+            lines[-1] |= self.measured(self.due(self.settings.eval_every), self.probe_due())
         elif diverged:
             lines[-1]["train/diverged"] = True
         self.record(lines)
@@ -230,6 +235,15 @@ class Trainer:
     def due(self, every: int) -> bool:
         """Whether this step is a boundary; the last one always is."""
         return self.step % every == 0 or self.step == self.settings.steps
+
+    def probe_due(self) -> bool:
+        """Whether there is a probe, and this step is one of its own."""
+        return self.probe is not None and self.due(self.settings.probe_every or self.settings.steps)
+
+    def measured(self, evaluation: bool, probe: bool) -> Line:
+        """What is asked for of the weights as they are; a collective call."""
+        line = self.evaluate() if evaluation else {}
+        return line | self.probe() if probe and self.probe else line
 
     def train_step(self) -> Update:
         """One update of the weights."""

@@ -104,3 +104,23 @@ def test_killed_on_two_ranks_it_goes_on_on_one(at_the_hub, tmp_path):
     assert [process.wait() for process in running] == [-signal.SIGKILL] * 2
     updates = metrics(out / "run")[-1]["step"] + 5
     assert trained(out, updates, 1) == trained(tmp_path / "whole", updates, 1)
+
+
+def probed_and_not(world: World, out: Path) -> tuple[list, list]:
+    """Losses and hashes of a streamed run without and with probes, the second resumed in its middle."""
+    found = []
+    for name, probes in (("plain", []), ("probed", ["probes=[effective_rank,attention_logits]", "probe_every=2"])):
+        for updates in (3, 6):
+            words = [*settings(out / name, updates, "workers=0", *probes), "schedule=constant"]
+            train(world, words)
+        lines = metrics(out / name / "run") if world.is_main else []
+        found.append([(line.get("data/hash"), line.get("train/loss")) for line in lines])
+        ranks = [line["effective_rank/blocks.0.mlp.out.weight"] for line in lines if "probe/seconds" in line]
+        assert not world.is_main or len(ranks) == (5 if probes else 0), ranks
+    return tuple(found)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_probes_read_streams_of_their_own(at_the_hub, tmp_path, size):
+    plain, probed = on_ranks(size, probed_and_not, tmp_path)[0]
+    assert plain == probed and len(plain) == 7

@@ -12,6 +12,7 @@ This module and what a worker runs must not import torch: processes would start 
 from __future__ import annotations
 
 import atexit
+import copy
 import math
 import multiprocessing
 import os
@@ -50,6 +51,14 @@ class Streamed(RowSource, Protocol):
     the cursor a stream's own matter; a cursor before the rows asked for will do."""
 
     streams: int
+
+
+def apart(rows: RowSource) -> RowSource:
+    """The same rows with a state of their own, of rows not yet used: to read some besides those of a run."""
+    if isinstance(rows, Streamed):
+        copied: RowSource = pickle.loads(pickle.dumps(rows))
+        return copied
+    return copy.copy(rows)  # prepared tokens stay one memory map
 
 
 def with_workers(rows: RowSource, count: int | None) -> RowSource:

@@ -6,6 +6,8 @@ the probabilities kept for the backward pass. (Measured: docs/performance.md.)
 """
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +17,29 @@ BLOCK = 128  # least number of queries in a block; at most four blocks, as large
 LONGEST = 2048  # up to which blocks are faster; the probabilities kept are 5/8 B h T^2 numbers
 
 
+Observer = Callable[[Tensor, Tensor, float], None]  # of q, k (B, h, T, d) and the scale of their products
+_observer: Observer | None = None  # a compiled model is compiled for its absence
+
+
+@contextmanager
+def observed(by: Observer) -> Iterator[None]:
+    """Meanwhile `by` is shown what each call of `causal_attention` multiplies; of a model, layer by layer."""
+    global _observer
+    _observer = by
+    try:
+        yield
+    finally:
+        _observer = None
+
+
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """softmax(scale q k^T) v over the keys up to each query's own; all (B, h, T, d) of one dtype.
 
     Args:
         scale: by default 1 / sqrt(d).
     """
+    if _observer is not None:
+        _observer(q, k, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if wants_blocks(q.device.type, q.dtype, q.shape[2]):
         return by_blocks(q, k, v, scale)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)

@@ -1,0 +1,42 @@
+"""The matrices that an optimizer of matrices sees: 2-D weights, fused ones block by block."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from muown_train.optim.param_roles import canonical_name, parameter_roles
+
+
+class Matrix(NamedTuple):
+    """A weight matrix, or one row block of a fused one."""
+
+    name: str  # such as blocks.0.mlp.out.weight; of the second block blocks.0.attention.qkv.weight:1
+    parameter: nn.Parameter
+    rows: slice
+
+    @property
+    def of_parameter(self) -> str:
+        """The canonical name of the whole parameter."""
+        return self.name.split(":")[0]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Its rows of a tensor that is laid out as the parameter: weights or gradient (m, n), magnitudes (m,)."""
+        return tensor[self.rows]
+
+
+def matrices(model: nn.Module) -> Iterator[Matrix]:
+    """Every parameter in the role of a matrix, in the model's order; embeddings and heads are none."""
+    roles = parameter_roles(model)
+    for full_name, parameter in model.named_parameters():
+        name = canonical_name(full_name)
+        role, blocks = roles[name]
+        if role != "matrix":
+            continue
+        if blocks is None:
+            yield Matrix(name, parameter, slice(None))
+            continue
+        start = 0
+        for i, rows in enumerate(blocks):
+            yield Matrix(f"{name}:{i}", parameter, slice(start, start + rows))
+            start += rows

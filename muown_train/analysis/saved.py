@@ -1,0 +1,102 @@
+"""Checkpoints as subjects of the same measurements as runs, and where their results are kept."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from muown_train import checkpoint_files as files
+from muown_train import hardware
+from muown_train.analysis.subject import Magnitudes, Subject
+from muown_train.checkpoint import unflatten
+from muown_train.data.rows import RowSource
+from muown_train.distributed import World
+from muown_train.files import replace
+from muown_train.records import encoded, read_metrics
+from muown_train.saved_run import SavedRun, open_run
+from muown_train.saved_weights import find_checkpoint, read_optimizer_state, read_rest
+from muown_train.scoring import own_validation
+
+FOLDER = "analysis"  # in a run's folder, where training looks at nothing
+
+
+def subject_of(saved: SavedRun, world: World) -> Subject:
+    """A checkpoint, with data as the run would go on with.
+
+    Data are rebuilt when they are first asked for, and so are the errors if that is impossible.
+    """
+    model, top = saved.model(world.device), saved.top
+
+    @cache
+    def rows() -> RowSource:
+        return own_validation(saved, model.vocab_size).train
+
+    def place() -> dict[str, Any]:
+        state: dict[str, Any] = {"rows": 0, **unflatten(read_rest(saved.checkpoint)).get("data", {})}
+        return state
+
+    return Subject(
+        model,
+        world,
+        lambda: magnitudes_in(saved.checkpoint),
+        rows,
+        place,
+        top.seq_len,
+        top.batch_tokens,
+        top.micro_batch,
+        hardware.wants_autocast(top.precision, world.device),
+    )
+
+
+def magnitudes_in(checkpoint: Path) -> dict[str, Magnitudes]:
+    """What Muown had of each parameter.
+
+    Raises:
+        ValueError: the checkpoint holds weights alone, so that nothing is known of its optimizer.
+    """
+    state = read_optimizer_state(checkpoint, ("magnitude", "row_norm"))
+    if not state:
+        raise ValueError(
+            f"{checkpoint} holds weights alone, and nothing of the optimizer whose gradients are asked for"
+        )
+    return {name: Magnitudes(own["magnitude"], own["row_norm"]) for name, own in state.items() if "magnitude" in own}
+
+
+def chosen(run: Path, steps: Sequence[int] | None, every: bool) -> list[SavedRun]:
+    """Checkpoints of a run in the order of their steps: those of `steps`, all if `every`, or the newest.
+
+    Args:
+        run: its folder, or that of one checkpoint.
+
+    Raises:
+        ValueError: one is not there or damaged.
+    """
+    if steps is None and every:
+        find_checkpoint(run)  # says what is wrong with a folder without any
+        steps = [int(path.name[5:]) for path in files.newest_first(run / "checkpoints")]
+    return [open_run(run)] if not steps else [open_run(run, step) for step in sorted(set(steps))]
+
+
+class Results:
+    """A file of results, one line of JSON a step; a new line takes the place of an old one of its step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What is there, by step; with numbers that are none as NaN and infinities."""
+        return read_metrics(self.path) if self.path.exists() else []
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Write a line, which has a `step`."""
+        kept = {old["step"]: old for old in self.lines()} | {line["step"]: dict(line)}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        replace(self.path, b"".join(encoded(kept[step]) for step in sorted(kept)))
+
+
+def identity(saved: SavedRun) -> str:
+    """16 hexadecimal digits, others for other content of a checkpoint."""
+    index = json.loads((saved.checkpoint / files.INDEX).read_text())
+    return hashlib.sha256(json.dumps([saved.step, index["files"]], sort_keys=True).encode()).hexdigest()[:16]

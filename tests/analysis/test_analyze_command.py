@@ -1,0 +1,133 @@
+"""scripts/analyze.py as a user meets it, and that it finds what probes found."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from muown_train.saved_run import open_run, write_run
+from tests.analysis.test_probes import probed
+from tests.runs import built, trained
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+PROBES = ("probes=[spectral,effective_rank,attention_logits]", "probe_every=4")
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory):
+    return trained(corpus, tmp_path_factory.mktemp("runs"), *PROBES)
+
+
+@pytest.fixture
+def analyze(monkeypatch, capsys):
+    def call(*words) -> str:
+        monkeypatch.setattr(sys, "argv", ["analyze.py", *map(str, words)])
+        monkeypatch.syspath_prepend(str(SCRIPTS))
+        import analyze
+
+        analyze.main()
+        return capsys.readouterr().out
+
+    return call
+
+
+def results(folder, kind):
+    return [json.loads(line) for line in (folder / f"{kind}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["spectral", "effective_rank", "attention_logits"])
+def test_it_finds_what_the_probe_found(run, analyze, tmp_path, kind):
+    said = analyze(kind, run.folder, "--all", "--out", tmp_path)
+    lines = results(tmp_path / "run", kind)
+    assert [line["step"] for line in lines] == [8, 12]
+    for line in lines:
+        expected = {k: v for k, v in probed(run.folder)[line["step"]].items() if k.startswith(f"{kind}/")}
+        assert expected
+        found = {f"{kind}/{key}": value for key, value in line.items()}
+        assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-6)
+    assert "after update 8" in said and "after update 12" in said
+    assert ("layer 0" if kind == "attention_logits" else "blocks.*.mlp.out.weight") in said
+
+
+def test_results_go_to_the_run_and_are_not_made_twice(corpus, tmp_path, analyze):
+    run = trained(corpus, tmp_path)
+    before = (run.folder / "metrics.jsonl").read_bytes()
+    said = analyze("spectral", run.folder)
+    file = run.folder / "analysis" / "spectral.jsonl"
+    line = json.loads(file.read_text())
+    assert line["step"] == 12 and str(file) in said
+    file.write_text(json.dumps(line | {"blocks.0.mlp.out.weight/spectral_norm": 77.0}) + "\n")
+    assert "77" in analyze("spectral", run.folder)  # what is there is shown
+    assert "77" not in analyze("spectral", run.folder, "--iterations", 5)  # other settings are measured
+    analyze("spectral", run.folder, "--steps", "8,12")
+    assert [line["step"] for line in results(file.parent, "spectral")] == [8, 12]
+    again = built(corpus, tmp_path)  # training does not mind
+    assert again.resume()
+    again.close()
+    assert (run.folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_noise_is_shown_by_matrix_and_quartile(run, analyze, tmp_path):
+    said = analyze("gradient_noise", run.folder, "--batches", 2, "--out", tmp_path)
+    assert "Muon / Muown" in said and "upper quartile" in said
+    (line,) = results(tmp_path / "run", "gradient_noise")
+    assert line["batches"] == 2 and line["median/muown"] > 0
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["gradient_noise.jsonl"]
+
+
+def test_by_default_noise_is_of_all_updates(run, analyze, tmp_path):
+    analyze("gradient_noise", run.folder, "--out", tmp_path)
+    assert results(tmp_path / "run", "gradient_noise")[0]["batches"] == 12
+
+
+def test_two_ranks_write_one_result(run, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [str(SCRIPTS / "analyze.py"), "effective_rank", str(run.folder), "--out", str(tmp_path)]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    (line,) = results(tmp_path / "run", "effective_rank")
+    expected = {k: v for k, v in probed(run.folder)[12].items() if k.startswith("effective_rank/")}
+    assert {f"effective_rank/{k}": v for k, v in line.items() if f"effective_rank/{k}" in expected} == pytest.approx(
+        expected, rel=1e-3
+    )
+    assert done.stdout.count("after update 12") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the following arguments are required: WHAT"),
+        (["specral", "RUN"], "invalid choice: 'specral'"),
+        (["spectral"], "the following arguments are required: RUN"),
+        (["spectral", "nowhere"], "there is no folder nowhere: give that of a run"),
+        (["spectral", "RUN", "--steps", "5"], "has no checkpoint of step 5; there are 12, 8"),
+        (["spectral", "RUN", "--steps", "five"], "--steps five must be updates with commas"),
+        (["spectral", "RUN", "--quantiles", "1"], "quantiles=1 must be 0, or 2 or more"),
+        (["spectral", "RUN", "--iterations", "-3"], "iterations=-3 must be a whole number of at least 1"),
+        (["effective_rank", "RUN", "--tokens", "33"], "tokens=33 must be a multiple of seq_len=32"),
+        (["effective_rank", "RUN", "--gradients", "0"], "gradients=0 must be a whole number of at least 1"),
+        (["attention_logits", "RUN", "--rows", "0"], "rows=0 must be a whole number of at least 1"),
+        (["gradient_noise", "RUN", "--batches", "0"], "--batches 0 must be 1 or more"),
+        (["gradient_noise", "RUN", "--save-every", "0"], "--save-every 0 must be 1 or more"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_one_sentence(run, analyze, capsys, tmp_path, words, message):
+    words = [run.folder if word == "RUN" else word for word in words]
+    with pytest.raises(SystemExit) as stopped:
+        analyze(*words, *(["--out", tmp_path] if len(words) > 1 else []))
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and message in said and said.startswith("error: ") and said.count("\n") == 1
+    assert not list(tmp_path.glob("**/*.jsonl"))
+
+
+def test_weights_alone_have_no_gradient_of_R(run, analyze, capsys, tmp_path):
+    saved = open_run(run.folder)
+    write_run(tmp_path / "average", saved.weights(), saved.config, 1, saved.data, saved.tokenizer().raw, {})
+    analyze("spectral", tmp_path / "average")
+    with pytest.raises(SystemExit):
+        analyze("effective_rank", tmp_path / "average")
+    assert "holds weights alone" in capsys.readouterr().err

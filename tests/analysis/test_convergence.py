@@ -1,0 +1,81 @@
+"""The theorems' bounds hold for measured runs, and would not with other constants."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from muown_train.analysis.convergence import (
+    Rates,
+    covered,
+    deterministic_bound,
+    noise_bound,
+    problem,
+    run,
+    stochastic_bound,
+)
+from muown_train.optim.row_norm import row_norms, split_gradient
+
+
+@pytest.mark.parametrize("T", [3, 10, 100, 400])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_without_noise(T, seed):
+    found = covered(problem(seed=seed), T)
+    assert 0 < found.measured <= found.bound
+    assert found.momentum == 0
+    if T >= 100:  # 1 in place of the theorem's 4 is wrong
+        assert found.measured > found.bound / 4
+
+
+def test_of_longer_runs_the_gradient_is_smaller():
+    found = [covered(problem(), T).measured for T in (10, 100, 400)]
+    assert found[0] > found[1] > found[2]
+
+
+@pytest.mark.parametrize("T", [10, 100])
+def test_with_noise(T):
+    found = covered(problem(), T, deviation=0.01, seeds=4)
+    assert 0 < found.measured <= found.bound
+
+
+def test_with_momentum():
+    found = covered(problem(), 100, deviation=0.03, seeds=3)
+    assert found.momentum > 0
+    assert found.measured <= found.bound
+    assert found.measured > found.bound / 40  # of 6, 8 and 4 a fortieth is too little
+
+
+def test_an_l_that_is_too_small_is_noticed():
+    of, T = problem(), 50
+    L = covered(of, T).L
+    rates = deterministic_bound(L / 100, float(of.loss(of.start)), T)
+    assert run(of, T, rates).L > L / 100
+
+
+def test_bounds_by_hand():
+    assert deterministic_bound(2.0, 8.0, 4) == Rates(1.0, 0.0, 8.0)
+    rates = stochastic_bound(1.0, 1.0, 1000, 10.0)
+    assert rates.momentum == pytest.approx(0.99)  # T^(-2/3) is above sqrt(1 / 10^5)
+    assert rates.step == pytest.approx(math.sqrt(0.01 / 1000))
+    assert rates.bound == pytest.approx(6 * math.sqrt(1e-3) + 8 * 0.1**0.25 + 4)
+
+
+def test_the_problem_s_gradient():
+    of = problem()
+    W = of.start.clone().requires_grad_()
+    of.loss(W).backward()
+    assert torch.allclose(W.grad, of.gradient(of.start), rtol=1e-10)
+    assert of.loss(of.start) == pytest.approx(float(np.log(np.cosh(of.start @ of.X - of.Y)).mean()), rel=1e-10)
+
+
+def test_the_noise_bound_covers_what_is_drawn():
+    of, generator = problem(), torch.Generator().manual_seed(0)
+    W = of.start
+    m, n = W.shape
+    g, r = row_norms(W), 1.5 * row_norms(W)
+    draws = [split_gradient(W, torch.randn(W.shape, generator=generator, dtype=W.dtype), g, r) for _ in range(500)]
+    sigma_g = math.sqrt(np.mean([float(d_g.abs().sum()) ** 2 for d_g, _ in draws]))
+    sigma_R = math.sqrt(np.mean([float(torch.linalg.matrix_norm(d_R, "nuc")) ** 2 for _, d_R in draws]))
+    measured = math.sqrt(m) * sigma_g + math.sqrt(min(m, n)) * sigma_R
+    assert 0.7 * noise_bound(g, r, 1.0, n) < measured < noise_bound(g, r, 1.0, n) * 1.02
