@@ -55,7 +55,7 @@ class RunRecord:
     @cached_property
     def settings(self) -> Settings:
         """What makes this run another than others, but for the seed; `data (content)` and the like are facts."""
-        settings = {key: value for key, value in leaves(self.config) if key != "seed" and defines_run(key)}
+        settings = settings_of(self.config)
         data = self.manifest.get("data")
         facts = data if isinstance(data, dict) else {}
         return settings | {f"data ({key})": facts[key] for key in _OF_DATA if key in facts}
@@ -176,6 +176,11 @@ def _columns(lines: Iterable[Line]) -> dict[str, Series]:
 def leaves(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The values of a nested configuration with dotted keys; lists are values."""
     return [(key, value) for key, value in dotted(config) if not isinstance(value, dict) or not value]
+
+
+def settings_of(config: Mapping[str, Any]) -> Settings:
+    """What a resolved configuration says about a run that makes it another than others, but for the seed."""
+    return {key: value for key, value in leaves(config) if key != "seed" and defines_run(key)}
 
 
 def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
