@@ -149,9 +149,7 @@ def parts_of_update(plan: Plan) -> Update:
     if plan.sizes is None:
         raise ValueError(f"the roofline is for GPT, not for {type(plan.model).__name__}: give an MFU (--mfu 0.4)")
     sent = 2 if plan.top.reduce_dtype == "bfloat16" else 4
-    return update_time(
-        plan.sizes, plan.how, plan.gpu, plan.optimizer, plan.ranks, plan.accumulation, plan.owners, sent
-    )
+    return update_time(plan.sizes, plan.how, plan.gpu, plan.optimizer, plan.ranks, plan.accumulation, plan.owners, sent)
 
 
 def seconds_of_update(plan: Plan, mfu: float | None) -> float:

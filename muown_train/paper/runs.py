@@ -134,6 +134,18 @@ def read_run(folder: str | Path) -> RunRecord:
         NoRun: there is no such folder, or no config.yaml in it that can be read.
     """
     folder = Path(folder)
+    config = read_config(folder)
+    metrics = folder / "metrics.jsonl"
+    lines = read_metrics(metrics) if metrics.exists() else []
+    return RunRecord(folder, config, _manifest(folder), read_status(folder), _columns(lines))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The resolved configuration of the run in a folder.
+
+    Raises:
+        NoRun: see `read_run`.
+    """
     if not folder.is_dir():
         raise NoRun(f"{folder} is no folder: give that of a run, such as runs/NAME")
     file = folder / "config.yaml"
@@ -148,9 +160,7 @@ def read_run(folder: str | Path) -> RunRecord:
         raise NoRun(f"{file} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(config, dict):
         raise NoRun(f"{file} does not hold settings")
-    metrics = folder / "metrics.jsonl"
-    lines = read_metrics(metrics) if metrics.exists() else []
-    return RunRecord(folder, config, _manifest(folder), read_status(folder), _columns(lines))  # type: ignore[arg-type]
+    return config  # type: ignore[return-value]
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
