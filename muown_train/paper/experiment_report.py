@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from muown_train.config import given_in_name
 from muown_train.files import replace
 from muown_train.paper.experiment import Experiment, Reported, Series
 from muown_train.paper.experiment_figures import FIGURES, plot_curves
@@ -63,11 +64,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of an experiment; beside the paper's where the runs are the paper's, neither smaller nor changed."""
+    """The results of an experiment; beside the paper's unless the runs are smaller."""
 
     experiment: Experiment
     results: tuple[Result, ...]
-    changed: tuple[str, ...]  # overrides besides the experiment's
+    changed: tuple[str, ...]  # settings besides the experiment's
 
     @property
     def comparable(self) -> bool:
@@ -200,8 +201,8 @@ class Report:
         return paths + figures * drawn
 
 
-def report(experiment: Experiment, found: Sequence[Found], changed: Sequence[str] = ()) -> Report:
-    """The results of runs that `progress` found."""
+def report(experiment: Experiment, found: Sequence[Found], further: Sequence[str] = ()) -> Report:
+    """The results of runs that `progress` found; `further` are the overrides that all of them were given."""
     by_setting: dict[tuple[str, Any, float], list[Found]] = {}
     for each in found:
         by_setting.setdefault(each.cell.setting, []).append(each)
@@ -213,4 +214,5 @@ def report(experiment: Experiment, found: Sequence[Found], changed: Sequence[str
         there = tuple(number for number in values if number is not None)
         paper = experiment.paper.get(key, {}).get(lr)
         results.append(Result(runs[0].cell.series, value, lr, tuple(runs), there, paper))
-    return Report(experiment, tuple(results), tuple(changed))
+    settings = [setting for _, setting in given_in_name(list(further))]
+    return Report(experiment, tuple(results), tuple(settings))

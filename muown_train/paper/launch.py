@@ -50,14 +50,15 @@ class _Job:
 
     @property
     def at(self) -> str:
-        """How far it is: its last update, of those that it will make, and the loss."""
+        """How far it is: its last update, of those that it will make, and the loss, of validation at the end."""
         path = self.found.folder / "metrics.jsonl"
         lines = read_metrics(path, last=20_000) if path.exists() else []
         step = lines[-1]["step"] if lines else 0
-        loss = next((line["train/loss"] for line in reversed(lines) if "train/loss" in line), None)
         steps = read_status(self.found.folder).get("steps")
+        key = "valid/loss" if step == steps else "train/loss"
+        loss = next((line[key] for line in reversed(lines) if key in line), None)
         at = f"step {step:,}/{steps:,}" if steps else "starting"
-        return at + (f"  loss {loss:.4f}" if isinstance(loss, float) else "")
+        return at + (f"  {key.replace('valid/', 'validation ').replace('train/', '')} {loss:.4f}" if loss else "")
 
 
 class Launcher:
@@ -88,6 +89,7 @@ class Launcher:
             0; 1 if one failed; 130 if it was interrupted, by Ctrl-C or SIGTERM, after all have saved.
         """
         self.logs.mkdir(parents=True, exist_ok=True)
+        self.say(f"what they print: {self.logs}")
         waiting = list(runs)
         before = {number: signal.signal(number, self._stop) for number in _SIGNALS}
         told = time.monotonic()
@@ -124,7 +126,7 @@ class Launcher:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(self.gpus)[i] for i in mine)
         log = self.logs / f"{found.folder.name}.log"
         goes_on = "goes on" if found.run and found.run.step else "begins"
-        self.say(f"{found.cell.name}  {goes_on}  {log}")
+        self.say(f"{found.cell.name}  {goes_on}")
         with log.open("ab") as file:  # in a session of its own: Ctrl-C reaches it through this process alone
             process = subprocess.Popen(
                 command(found, self.ranks),
