@@ -4,6 +4,7 @@ A figure whose numbers are not in metrics.jsonl, such as one of spectra, is ente
 whoever measures it; until then the curves of its runs are drawn.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from muown_train.paper.experiment_report import Report, Result
 
 _ROOM = 0.05  # of the frame's height, below and above
+_TICKS = 6  # that have room beside one another
 
 
 def plot_rates(report: "Report", paths: Sequence[Path]) -> bool:
@@ -54,7 +56,8 @@ def plot_rates(report: "Report", paths: Sequence[Path]) -> bool:
         if report.comparable:
             handles += row[0].plot([], [], color="0.35", linestyle=":", label="the paper's")
         figure.legend(handles=handles, loc="outside right upper", handlelength=3.0)
-        figure.supxlabel(_caption(report), x=0.01, ha="left", fontsize=6.5, color="0.35")
+        caption = style.name(_caption(report), round(21 * figure.get_figwidth()))
+        figure.supxlabel(caption, x=0.01, ha="left", fontsize=6.5, color="0.35")
         style.save(figure, paths)
     return True
 
@@ -119,18 +122,24 @@ def _frame(axes: "Axes", low: float, high: float) -> None:
 
 
 def _rate_axis(axes: "Axes", rates: Sequence[float]) -> None:
-    """Powers of two by their exponents; else the decades and what lies between."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogFormatterSciNotation, LogLocator, NullFormatter
+    """Ticks at powers of two where the grid is of them; else at decades and as much between as has room."""
+    from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-    if all(np.frexp(lr)[0] == 0.5 for lr in rates):
-        span = sorted(set(rates))
-        axes.xaxis.set_major_locator(FixedLocator(span[:: 1 + len(span) // 9]))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"$2^{{{np.log2(value):.0f}}}$"))
+    grid = sorted(set(rates))
+    if all(np.frexp(lr)[0] == 0.5 for lr in grid):
+        ticks = grid[:: 1 + (len(grid) - 1) // _TICKS]
+        labels = [f"$2^{{{np.log2(tick):.0f}}}$" for tick in ticks]
     else:
-        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.xaxis.set_major_formatter(LogFormatterSciNotation(minor_thresholds=(9, 9)))
-        axes.tick_params(axis="x", labelsize=6.5)
-    axes.xaxis.set_minor_formatter(NullFormatter())
+        decades = range(math.floor(math.log10(grid[0])), math.ceil(math.log10(grid[-1])) + 1)
+        for between in ((1, 2, 4, 6, 8), (1, 2, 5), (1, 3), (1,)):
+            ticks = [tick for k in decades for n in between if grid[0] <= (tick := float(f"{n}e{k}")) <= grid[-1]]
+            if len(ticks) <= _TICKS:
+                break
+        labels = [rate(tick) for tick in ticks]
+    axes.set_xlim(grid[0] / 1.2, grid[-1] * 1.2)
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_major_formatter(FixedFormatter(labels))
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("learning rate")
 
 
@@ -142,10 +151,11 @@ def _draw(axes: "Axes", results: Sequence["Result"], look: dict[str, Any], with_
         axes.plot(rates, means, linewidth=1.2, **look)
         if any(low != high for low, high in zip(least, largest, strict=True)):
             axes.fill_between(rates, least, largest, color=look["color"], alpha=0.18, linewidth=0)
-        above = [lr for lr, mean in zip(rates, means, strict=True) if not mean <= edge]
-        axes.plot(above, [edge] * len(above), "^", color=look["color"], clip_on=False)
+    above = [each.lr for each in results if each.mean is not None and not each.mean <= edge]
     lost = [each.lr for each in results if each.diverged]
-    axes.plot(lost, [edge] * len(lost), "x", color=look["color"], markersize=6, clip_on=False)
+    for at, marker, size in ((above, "^", 4), (lost, "x", 6)):
+        if at:
+            axes.plot(at, [edge] * len(at), marker, color=look["color"], markersize=size, clip_on=False)
     if with_paper:
         points = [(each.lr, mean) for each in results if (mean := each.of_paper[0]) is not None]
         if points:

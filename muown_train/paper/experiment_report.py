@@ -110,7 +110,7 @@ class Report:
             if each.series.key not in self.experiment.paper:
                 continue
             runs = f"{len(each.values) + each.count('diverged')} of {len(each.runs)}"
-            change = ABSENT if each.difference is None else f"{each.difference:+.{digits}f}"
+            change = ABSENT if each.difference is None else f"{each.difference:+z.{digits}f}"
             name = names[each.series.key, each.value]
             rows.append([name, rate(each.lr), runs, self.cell(each), self.reported(each), change])
         return Table("Beside the paper", head, rows)
