@@ -55,6 +55,7 @@ def settings(words: list[str]) -> tuple[dict[str, Any], list[str], list[str]]:
     from muown_train.factory import is_number, whole
     from muown_train.mistakes import nearest
 
+    words = without_dashes(words)
     flags = [word for word in words if word.startswith("-")]
     words = [word for word in words if not word.startswith("-")]
     own, further = dict(DEFAULTS), []
@@ -80,6 +81,18 @@ def settings(words: list[str]) -> tuple[dict[str, Any], list[str], list[str]]:
         raise ValueError(f"mfu={own['mfu']} must be above 0 and at most 1")
     own["out"] = str(own["out"])
     return own, further, flags
+
+
+def without_dashes(words: list[str]) -> list[str]:
+    """`--scale tiny` and `--scale=tiny` as `scale=tiny`, and so for our other keys."""
+    plain: list[str] = []
+    for word in words:
+        if plain and plain[-1].startswith("--") and plain[-1][2:] in DEFAULTS:
+            plain[-1] = f"{plain[-1][2:]}={word}"
+        else:
+            key, equals, _ = word.partition("=")
+            plain.append(word[2:] if equals and key.startswith("--") and key[2:] in DEFAULTS else word)
+    return plain
 
 
 def plan(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) -> int:

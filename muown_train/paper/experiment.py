@@ -105,7 +105,8 @@ class Experiment:
             for key in series:
                 if key not in known:
                     there = ", ".join(known)
-                    raise ValueError(f"series={key}: {self.name} has none of that name{nearest(key, known)}; {there}")
+                    near = nearest(key, known)
+                    raise ValueError(f"series={key}: {self.name} has none of that name{near}; there are {there}")
             chosen = tuple(known[key] for key in dict.fromkeys(series))
         if points is not None:
             chosen = tuple(replace(each, lr=evenly(each.lr, points)) for each in chosen)
