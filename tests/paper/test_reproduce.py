@@ -248,7 +248,7 @@ def at_step(folder: Path, step: int) -> bool:
 @pytest.mark.slow
 def test_an_experiment_killed_in_the_middle_goes_on(corpus, tmp_path):
     """A kill -9 of the program and its runs; then a SIGTERM to the program alone; then to the end."""
-    words = small(corpus, tmp_path, "experiment=500m_magnitude", *RUN_WORDS, "tokens=307200", "save_every=20")
+    words = small(corpus, tmp_path, "experiment=500m_magnitude", *RUN_WORDS, "tokens=153600", "save_every=10")
     experiment = load_experiment("500m_magnitude", "tiny").part(1, series=["adam", "fixed"])
     further = [word for word in words[4:] if not word.startswith(("experiment=", "series=", "points=", "scale="))]
     first, second = (tmp_path / experiment.folder / cell.name for cell in experiment.cells(further))
@@ -257,7 +257,7 @@ def test_an_experiment_killed_in_the_middle_goes_on(corpus, tmp_path):
         return subprocess.Popen([*words, "action=run"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     process = started()
-    wait_until(lambda: at_step(first, 60))
+    wait_until(lambda: at_step(first, 30))
     inner = children(process.pid)
     assert len(inner) == 1
     for pid in (process.pid, *inner):
@@ -268,7 +268,7 @@ def test_an_experiment_killed_in_the_middle_goes_on(corpus, tmp_path):
     assert list(states(listed).values()) == ["cut off", "missing"], listed
 
     process = started()
-    wait_until(lambda: at_step(second, 60))
+    wait_until(lambda: at_step(second, 30))
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and "SIGTERM: all runs have saved; the same command goes on" in said, said
@@ -280,7 +280,7 @@ def test_an_experiment_killed_in_the_middle_goes_on(corpus, tmp_path):
     done = subprocess.run([*words, "action=run"], capture_output=True, text=True)
     assert done.returncode == 0 and f"{second.name}  goes on" in done.stdout, done.stdout + done.stderr
     for folder in (first, second):
-        assert [line["step"] for line in metrics(folder)] == list(range(301))
+        assert [line["step"] for line in metrics(folder)] == list(range(151))
         assert json.loads((folder / "status.json").read_text())["state"] == "finished"
 
 
