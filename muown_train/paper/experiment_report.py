@@ -175,6 +175,10 @@ class Report:
         devices = sorted({each.run.device for each in found if each.run and each.run.device})
         if devices:
             notes.append(f"Trained on {', '.join(devices)}.")
+        if len({each.run.settings.get("data (content)") for each in found if each.run}) > 1:
+            notes.append("The runs did not have the same data: their losses may be of different texts.")
+        if self.experiment.report not in FIGURES:
+            notes.append("The paper's figure is of what is measured in these runs; here are their losses.")
         if self.experiment.scale:
             notes.append(f"scale={self.experiment.scale}: nothing here can be compared with the paper's numbers.")
         if self.changed:

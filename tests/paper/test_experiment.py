@@ -202,6 +202,10 @@ def test_seeds_that_are_missing_or_diverged(multiseed, tmp_path):
     ]
     assert made.comparison().rows[0][2:] == ["2 of 3", "14.50 ± 0.707 (1 to come)", "14.13 ± 0.004", "+0.37"]
     assert "12 runs: 3 done, 6 diverged, 3 missing." in made.notes()
+    assert not any("data" in note for note in made.notes())
+    folder = tmp_path / experiment.folder / "muown_wd0-lr=0.004-seed=0"
+    (folder / "manifest.json").write_text('{"data": {"content": "another text"}}')
+    assert any("same data" in note for note in report(experiment, progress(experiment, cells, str(tmp_path))).notes())
     assert "Besides the experiment's settings: paper_exact=True." in made.notes()
 
 
@@ -270,7 +274,12 @@ def test_measured_runs_are_an_experiments_own(tmp_path):
     cells = experiment.cells()
     fill(tmp_path / experiment.folder, cells[:1], lambda cell: 14.0)
     fill(tmp_path / "spectral_500m", cells[1:2], lambda cell: 14.0)
-    assert [found.state for found in progress(experiment, cells, str(tmp_path))] == ["done"] + ["missing"] * 3
+    found = progress(experiment, cells, str(tmp_path))
+    assert [each.state for each in found] == ["done"] + ["missing"] * 3
+    assert (
+        "The paper's figure is of what is measured in these runs; here are their losses."
+        in report(experiment, found).notes()
+    )
 
 
 def test_whether_a_run_is_in_training(multiseed, tmp_path):
