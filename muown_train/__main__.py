@@ -28,6 +28,7 @@ from muown_train.config import (
     check_flags,
     check_overrides,
     check_trust,
+    one_run,
     one_sentence,
     plain_text,
     register_resolvers,
@@ -84,7 +85,7 @@ def train(config: DictConfig) -> None:
     """Build the run of a configuration and train it."""
     # Hydra reports what leaves this function in its own words, but lets an exit pass
     with redacted_tracebacks(), explained():
-        name = checked(config)
+        name = checked(one_run(config))
         with loading_torch():  # which takes seconds, and so not before
             from muown_train.build import build
             from muown_train.continuation import continued

@@ -13,7 +13,7 @@ from hydra._internal.utils import get_args_parser  # no other way to know its fl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from muown_train.mistakes import close_key, misread, nearest
 from muown_train.secrets import redacted
@@ -65,7 +65,14 @@ def composed(overrides: list[str]) -> DictConfig:
     """The configuration of the command line's overrides, for programs that are not started by Hydra."""
     register_resolvers()
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        return compose("train", plain_text(overrides))
+        return one_run(compose("train", plain_text(overrides)))
+
+
+def one_run(config: DictConfig) -> DictConfig:
+    """Without `experiment`, the grid that an experiment's file describes: it is no setting of a run."""
+    with open_dict(config):
+        config.pop("experiment", None)
+    return config
 
 
 def run_name(choices: Mapping[str, Any], overrides: list[str], seed: int) -> str:
@@ -76,23 +83,29 @@ def run_name(choices: Mapping[str, Any], overrides: list[str], seed: int) -> str
         overrides: of the command line, such as `optim.lr=1e-2`. With `checkpoint=` the name begins with that of its run
             in place of choices and seed, which are that run's.
     """
+    given = [part for key, part in given_in_name(overrides) if key not in ("model", "optim", "seed", "checkpoint")]
+    checkpoint = next((o.value() for o in reversed(parsed(overrides)) if o.key_or_group == "checkpoint"), None)
+    if checkpoint is None:
+        return folder_name([choices["model"], choices["optim"], *given, f"seed={seed}"])
+    return folder_name([_run_of(str(checkpoint)), *given])
+
+
+def given_in_name(overrides: list[str]) -> list[tuple[str, str]]:
+    """The key and `key=value` of each override that tells runs apart, in the order of keys."""
     settings = {}
-    checkpoint = None
     for override in parsed(overrides):
         key = override.key_or_group
-        if key == "checkpoint":
-            checkpoint = override.value()
-        elif key not in ("model", "optim", "seed", *NOT_IN_NAME) and re.split("[./]", key)[0] not in NOT_IN_NAME:
+        if key not in NOT_IN_NAME and re.split("[./]", key)[0] not in NOT_IN_NAME:
             value = override.value()
             settings[key] = f"{value:g}" if isinstance(value, float) else override.get_value_element_as_str()
-    given = [f"{k}={v}" for k, v in sorted(settings.items())]
-    if checkpoint is None:
-        parts = [choices["model"], choices["optim"], *given, f"seed={seed}"]
-    else:
-        parts = [_run_of(str(checkpoint)), *given]
+    return [(key, f"{key}={value}") for key, value in sorted(settings.items())]
+
+
+def folder_name(parts: Iterable[Any]) -> str:
+    """A plain name of these parts; a digest keeps names apart where something is lost."""
     full = "-".join(map(str, parts))
     name = re.sub(f"[^{_NAME}]+", "_", redacted(full))
-    if name != full or len(name) > _LONGEST_NAME:  # something was lost: a digest keeps names apart
+    if name != full or len(name) > _LONGEST_NAME:
         name = f"{name[:_LONGEST_NAME]}-{hashlib.sha256(full.encode()).hexdigest()[:8]}"
     return name
 

@@ -157,9 +157,12 @@ def _mended(file: BinaryIO) -> int:
     return end
 
 
-def read_metrics(path: Path) -> list[Line]:
-    """The lines of a metrics.jsonl; a line that was cut off is left out."""
-    return [line for text in path.read_bytes().split(b"\n") if (line := _parsed(text)) is not None]
+def read_metrics(path: Path, last: int | None = None) -> list[Line]:
+    """The lines of a metrics.jsonl, or those in its last so many bytes; a line that was cut off is left out."""
+    with path.open("rb") as file:
+        if last is not None:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - last))
+        return [line for text in file.read().split(b"\n") if (line := _parsed(text)) is not None]
 
 
 def _parsed(text: bytes) -> Line | None:

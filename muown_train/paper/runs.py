@@ -54,7 +54,7 @@ class RunRecord:
     @cached_property
     def settings(self) -> Settings:
         """What makes this run another than others, but for the seed; `data (content)` and the like are facts."""
-        settings = {key: value for key, value in leaves(self.config) if key != "seed" and defines_run(key)}
+        settings = settings_of(self.config)
         data = self.manifest.get("data")
         facts = data if isinstance(data, dict) else {}
         return settings | {f"data ({key})": facts[key] for key in DATA_IDENTITY if key in facts}
@@ -133,6 +133,18 @@ def read_run(folder: str | Path) -> RunRecord:
         NoRun: there is no such folder, or no config.yaml in it that can be read.
     """
     folder = Path(folder)
+    config = read_config(folder)
+    metrics = folder / "metrics.jsonl"
+    lines = read_metrics(metrics) if metrics.exists() else []
+    return RunRecord(folder, config, _manifest(folder), read_status(folder), _columns(lines))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The resolved configuration of the run in a folder.
+
+    Raises:
+        NoRun: see `read_run`.
+    """
     if not folder.is_dir():
         raise NoRun(f"{folder} is no folder: give that of a run, such as runs/NAME")
     file = folder / "config.yaml"
@@ -147,9 +159,7 @@ def read_run(folder: str | Path) -> RunRecord:
         raise NoRun(f"{file} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(config, dict):
         raise NoRun(f"{file} does not hold settings")
-    metrics = folder / "metrics.jsonl"
-    lines = read_metrics(metrics) if metrics.exists() else []
-    return RunRecord(folder, config, _manifest(folder), read_status(folder), _columns(lines))  # type: ignore[arg-type]
+    return config  # type: ignore[return-value]
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -175,6 +185,11 @@ def _columns(lines: Iterable[Line]) -> dict[str, Series]:
 def leaves(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The values of a nested configuration with dotted keys; lists are values."""
     return [(key, value) for key, value in dotted(config) if not isinstance(value, dict) or not value]
+
+
+def settings_of(config: Mapping[str, Any]) -> Settings:
+    """What a resolved configuration says about a run that makes it another than others, but for the seed."""
+    return {key: value for key, value in leaves(config) if key != "seed" and defines_run(key)}
 
 
 def moving_mean(values: np.ndarray, window: int) -> np.ndarray:

@@ -1,7 +1,9 @@
-"""Tables of numbers as text: for the terminal, Markdown and CSV."""
+"""Tables of numbers as text: for the terminal, Markdown, CSV and LaTeX."""
 
 import csv
 import io
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,13 @@ class Table:
         body = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
         return f"## {self.title}\n\n{body}\n"
 
+    def latex(self) -> str:
+        """A tabular of the package booktabs, the title in a comment above."""
+        lines = [" & ".join(map(tex, line)) + r" \\" for line in (self.head, *self.rows)]
+        columns = "l" + "r" * (len(self.head) - 1)
+        body = "\n".join([lines[0], r"\midrule", *lines[1:]])
+        return f"% {self.title}\n\\begin{{tabular}}{{{columns}}}\n\\toprule\n{body}\n\\bottomrule\n\\end{{tabular}}\n"
+
     def rich(self, width: int) -> "RichTable":
         """For a terminal of so many columns; where it is too narrow all the same text folds."""
         from rich import box
@@ -46,6 +55,23 @@ class Table:
             cells = dict(zip(self.head, row, strict=True))
             table.add_row(*(Text(cells[name]) for name in widths))  # no markup: names have brackets
         return table
+
+
+def tex(text: str) -> str:
+    """Text for LaTeX, learning rates as powers."""
+    text = re.sub(r"([&%$#_{}])", r"\\\1", text)
+    text = re.sub(r"\b([\d.]+)e(-?\d+)\b", r"$\1 \\times 10^{\2}$", text)
+    text = re.sub(r"\b2\^(-?\d+)\b", r"$2^{\1}$", text)
+    return text.replace("±", r"$\pm$").replace("—", "---")
+
+
+def rate(lr: float) -> str:
+    """A learning rate as people write it: 4e-3, 7.5e-4; 2^-10 where it is a power of two."""
+    mantissa, exponent = math.frexp(lr)
+    if mantissa == 0.5:
+        return f"2^{exponent - 1}"
+    digits, _, power = f"{lr:.3e}".partition("e")
+    return f"{float(digits):g}e{int(power)}"
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:

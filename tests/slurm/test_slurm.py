@@ -1,6 +1,7 @@
 """slurm/train.sbatch and slurm/sweep.sbatch on a real cluster of two nodes."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,14 @@ def test_a_sweep_trains_each_combination_once(cluster, corpus, tmp_path):
             before = written
     assert written == before
     assert all("finished" in (tmp_path / f"second-{i}").read_text() for i in range(4))
+
+
+def test_an_experiment_is_an_array_of_its_runs(cluster, corpus, tmp_path):
+    """The grid of an experiment is submitted, and then lists as done."""
+    data = ("data=files", f"data.train={corpus}/*.txt", f"cache={corpus}/cache", f"out={tmp_path}")
+    script = (sys.executable, "scripts/reproduce.py", "experiment=500m_magnitude", "scale=tiny", "points=1", *data)
+    options = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=10")
+    printed = cluster.command(*script, "action=submit", *options, f"--output={tmp_path}/%a")
+    Job(cluster, printed.split()[-1], tmp_path / "0").wait_gone(200)
+    assert cluster.command(*script).endswith("3 runs: 3 done\n"), (tmp_path / "0").read_text()
+    assert "nothing to submit" in cluster.command(*script, "action=submit", *options)

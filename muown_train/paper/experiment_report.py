@@ -1,0 +1,222 @@
+"""What an experiment's runs come to: a table beside the paper's numbers, and a figure.
+
+Means are over seeds, of runs that finished; deviations are those of a sample (n - 1). A run that diverged is a cell of
+the table as well. torch is not loaded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from muown_train.config import given_in_name
+from muown_train.files import replace
+from muown_train.paper.experiment import Experiment, Reported, Series
+from muown_train.paper.experiment_figures import FIGURES, plot_curves
+from muown_train.paper.progress import Found, summary
+from muown_train.paper.runs import ABSENT
+from muown_train.paper.tables import Table, csv_text, mean_and_deviation, rate
+
+_DIGITS = {"perplexity": (2, 3), "loss": (4, 4)}  # of means and deviations, as in the paper
+
+
+@dataclass(frozen=True)
+class Result:
+    """All seeds of a setting."""
+
+    series: Series
+    value: Any  # of the experiment's further axis
+    lr: float
+    runs: tuple[Found, ...]
+    values: tuple[float, ...]  # of those that are done
+    paper: Reported
+
+    @property
+    def mean(self) -> float | None:
+        return mean_and_deviation(self.values)[0] if self.values else None
+
+    @property
+    def deviation(self) -> float | None:
+        return mean_and_deviation(self.values)[1] if self.values else None
+
+    def count(self, state: str) -> int:
+        """How many runs are in that state."""
+        return sum(found.state == state for found in self.runs)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether that is all there is to say."""
+        return not self.values and self.count("diverged") > 0
+
+    @property
+    def of_paper(self) -> tuple[float | None, float | None]:
+        """The paper's mean and deviation."""
+        if isinstance(self.paper, tuple):
+            return self.paper
+        return (self.paper, None) if isinstance(self.paper, int | float) else (None, None)
+
+    @property
+    def difference(self) -> float | None:
+        """To the paper's mean."""
+        ours, theirs = self.mean, self.of_paper[0]
+        return None if ours is None or theirs is None else ours - theirs
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of an experiment; beside the paper's unless the runs are smaller."""
+
+    experiment: Experiment
+    results: tuple[Result, ...]
+    changed: tuple[str, ...]  # settings besides the experiment's
+
+    @property
+    def comparable(self) -> bool:
+        return bool(self.experiment.paper) and self.experiment.scale is None
+
+    def columns(self) -> list[tuple[tuple[str, Any], str]]:
+        """Series and value of each line of the figure and column of the table, and what it is called."""
+        panels = len({series.panel for series in self.experiment.series}) > 1
+        found = {}
+        for result in self.results:
+            axis = "" if self.experiment.over is None else f"{self.axis} {result.value:g}"
+            parts = (result.series.label, result.series.panel if panels else "", axis)
+            found[result.series.key, result.value] = ", ".join(part for part in parts if part)
+        return list(found.items())
+
+    @property
+    def axis(self) -> str:
+        """The further setting in words."""
+        return (self.experiment.over or "").rpartition(".")[2].replace("_", " ")
+
+    def table(self) -> Table:
+        """Learning rates down, settings across, as in the paper."""
+        columns = self.columns()
+        results = {(each.lr, each.series.key, each.value): each for each in self.results}
+        rates = sorted({each.lr for each in self.results}, reverse=True)
+        rows = [
+            [rate(lr), *(self.cell(results[lr, *key]) if (lr, *key) in results else "" for key, _ in columns)]
+            for lr in rates
+        ]
+        return Table(f"Validation {self.experiment.quantity}", ["learning rate", *(name for _, name in columns)], rows)
+
+    def comparison(self) -> Table:
+        """A line for each setting that the paper reports."""
+        names = dict(self.columns())
+        head = ("setting", "learning rate", "runs", "here", "paper", "difference")
+        digits = _DIGITS[self.experiment.quantity][0]
+        rows = []
+        for each in self.results:
+            if each.series.key not in self.experiment.paper:
+                continue
+            runs = f"{len(each.values) + each.count('diverged')} of {len(each.runs)}"
+            change = ABSENT if each.difference is None else f"{each.difference:+z.{digits}f}"
+            name = names[each.series.key, each.value]
+            rows.append([name, rate(each.lr), runs, self.cell(each), self.reported(each), change])
+        return Table("Beside the paper", head, rows)
+
+    def cell(self, result: Result) -> str:
+        """`14.13 ± 0.004`, and what it leaves out."""
+        if result.diverged:
+            return "diverged" if result.count("diverged") == len(result.runs) else "diverged so far"
+        if result.mean is None:
+            return ABSENT
+        text = self.number(result.mean, result.deviation)
+        notes = [f"{result.count('diverged')} diverged"] * bool(result.count("diverged"))
+        if there := len(result.values) + result.count("diverged") - len(result.runs):
+            notes.append(f"{-there} to come")
+        return f"{text} ({', '.join(notes)})" if notes else text
+
+    def reported(self, result: Result) -> str:
+        """What the paper says."""
+        if isinstance(result.paper, str):
+            return result.paper
+        mean, deviation = result.of_paper
+        return ABSENT if mean is None else self.number(mean, deviation)
+
+    def number(self, mean: float, deviation: float | None) -> str:
+        """Mean and deviation with the paper's digits."""
+        of_mean, of_deviation = _DIGITS[self.experiment.quantity]
+        return f"{mean:.{of_mean}f}" + ("" if deviation is None else f" ± {deviation:.{of_deviation}f}")
+
+    def records(self) -> list[dict[str, Any]]:
+        """A line for each setting, unrounded."""
+        return [
+            {
+                "series": each.series.key,
+                "label": each.series.label,
+                "panel": each.series.panel,
+                **({self.experiment.over: each.value} if self.experiment.over else {}),
+                "lr": each.lr,
+                "runs": len(each.runs),
+                "done": len(each.values),
+                "diverged": each.count("diverged"),
+                f"valid_{self.experiment.quantity}": each.mean,
+                "deviation": each.deviation,
+                "lowest": min(each.values, default=None),
+                "highest": max(each.values, default=None),
+                **(self._paper_record(each) if self.comparable else {}),
+            }
+            for each in self.results
+        ]
+
+    def _paper_record(self, each: Result) -> dict[str, Any]:
+        mean, deviation = each.of_paper
+        stated = each.paper if isinstance(each.paper, str) else mean
+        return {"paper": stated, "paper_deviation": deviation, "difference": each.difference}
+
+    def notes(self) -> list[str]:
+        """What a reader must know of the numbers."""
+        found = [each for result in self.results for each in result.runs]
+        notes = [
+            f"{summary(found)}.",
+            "Means over seeds of runs that are done, with the sample's standard deviation (n - 1).",
+        ]
+        devices = sorted({each.run.device for each in found if each.run and each.run.device})
+        if devices:
+            notes.append(f"Trained on {', '.join(devices)}.")
+        if len({each.run.settings.get("data (content)") for each in found if each.run}) > 1:
+            notes.append("The runs did not have the same data: their losses may be of different texts.")
+        if self.experiment.report not in FIGURES:
+            notes.append("The paper's figure is of what is measured in these runs; here are their losses.")
+        if self.experiment.scale:
+            notes.append(f"scale={self.experiment.scale}: nothing here can be compared with the paper's numbers.")
+        if self.changed:
+            notes.append(f"Besides the experiment's settings: {' '.join(self.changed)}.")
+        return notes
+
+    def write(self, folder: Path) -> list[Path]:
+        """table.md, table.csv, table.tex, and where there is something to draw figure.png and figure.pdf.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [folder / f"table.{suffix}" for suffix in ("md", "csv", "tex")]
+        figures = [folder / f"figure.{suffix}" for suffix in ("png", "pdf")]
+        tables = [self.table(), *[self.comparison()] * self.comparable]
+        drawn = FIGURES.get(self.experiment.report, plot_curves)(self, figures)
+        parts = [f"# {self.experiment.name}\n", f"{self.experiment.sentence}.\n"]
+        parts += ["![figure](figure.png)\n"] * drawn + [table.markdown() for table in tables]
+        parts.append("\n".join(f"- {note}" for note in self.notes()) + "\n")
+        replace(paths[0], "\n".join(parts).encode())
+        replace(paths[1], csv_text(self.records()).encode())
+        replace(paths[2], "\n".join(table.latex() for table in tables).encode())
+        return paths + figures * drawn
+
+
+def report(experiment: Experiment, found: Sequence[Found], further: Sequence[str] = ()) -> Report:
+    """The results of runs that `progress` found; `further` are the overrides that all of them were given."""
+    by_setting: dict[tuple[str, Any, float], list[Found]] = {}
+    for each in found:
+        by_setting.setdefault(each.cell.setting, []).append(each)
+    results = []
+    for (key, value, lr), runs in by_setting.items():
+        values = [
+            run.last(f"valid/{experiment.quantity}") for each in runs if each.state == "done" and (run := each.run)
+        ]
+        there = tuple(number for number in values if number is not None)
+        paper = experiment.paper.get(key, {}).get(lr)
+        results.append(Result(runs[0].cell.series, value, lr, tuple(runs), there, paper))
+    settings = [setting for _, setting in given_in_name(list(further))]
+    return Report(experiment, tuple(results), tuple(settings))

@@ -1,0 +1,179 @@
+"""Training an experiment's missing runs here, several at a time, each in a process of its own.
+
+A run that is stopped, or dies, goes on from its last checkpoint when it is started again. torch is not loaded.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from muown_train.console import duration
+from muown_train.paper.progress import Found
+from muown_train.records import read_metrics
+from muown_train.status import read_status
+
+STOPPED = 130
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def command(found: Found, ranks: int = 1) -> list[str]:
+    """The command of a run, which trains it from wherever it is."""
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"] if ranks > 1 else []
+    return [sys.executable, "-m", *launcher, "muown_train", *words(found)]
+
+
+def words(found: Found) -> list[str]:
+    """What follows `python -m muown_train`."""
+    return [*found.cell.overrides, f"out={found.folder.parent}", f"name={found.folder.name}"]
+
+
+def line_of(found: Found) -> str:
+    """The same for a file of commands, which a shell's rules divide into words."""
+    return shlex.join(words(found))
+
+
+@dataclass
+class _Job:
+    """A run in training."""
+
+    found: Found
+    slot: int
+    process: subprocess.Popen[bytes]
+    began: float
+
+    @property
+    def at(self) -> str:
+        """How far it is: its last update, of those that it will make, and the loss, of validation at the end."""
+        path = self.found.folder / "metrics.jsonl"
+        lines = read_metrics(path, last=20_000) if path.exists() else []
+        step = lines[-1]["step"] if lines else 0
+        steps = read_status(self.found.folder).get("steps")
+        key = "valid/loss" if step == steps else "train/loss"
+        loss = next((line[key] for line in reversed(lines) if key in line), None)
+        at = f"step {step:,}/{steps:,}" if steps else "starting"
+        return at + (f"  {key.replace('valid/', 'validation ').replace('train/', '')} {loss:.4f}" if loss else "")
+
+
+class Launcher:
+    """Trains runs, at most `jobs` at a time.
+
+    Args:
+        logs: folder of what the runs print, a file for each.
+        ranks: processes of each run, on a GPU each where there are GPUs.
+        gpus: of this machine.
+        every: seconds between two lines about what is in training.
+        say: prints a line.
+    """
+
+    def __init__(
+        self, logs: Path, jobs: int, ranks: int, gpus: int, every: float = 30.0, say: Callable[[str], None] = print
+    ) -> None:
+        if gpus and jobs * ranks > gpus:
+            raise ValueError(f"jobs={jobs} runs of ranks={ranks} need {jobs * ranks} GPUs, there are {gpus}")
+        self.logs, self.jobs, self.ranks, self.gpus, self.every, self.say = logs, jobs, ranks, gpus, every, say
+        self.running: list[_Job] = []
+        self.failed: list[tuple[Found, str]] = []
+        self.stopping: str | None = None
+
+    def train(self, runs: Sequence[Found]) -> int:
+        """Train them, one after the other or side by side; one that fails does not hold the others up.
+
+        Returns:
+            0; 1 if one failed; 130 if it was interrupted, by Ctrl-C or SIGTERM, after all have saved.
+        """
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.say(f"what they print: {self.logs}")
+        waiting = list(runs)
+        before = {number: signal.signal(number, self._stop) for number in _SIGNALS}
+        told = time.monotonic()
+        try:
+            while self.running or (waiting and not self.stopping):
+                while waiting and not self.stopping and len(self.running) < self.jobs:
+                    self._start(waiting.pop(0))
+                time.sleep(0.2)
+                for job in [job for job in self.running if job.process.poll() is not None]:
+                    self._end(job, len(waiting))
+                if self.running and time.monotonic() - told >= self.every:
+                    told = time.monotonic()
+                    for job in self.running:
+                        self.say(f"  {job.found.cell.name}  {job.at}")
+        finally:
+            for job in self.running:
+                job.process.terminate()
+            for job in self.running:
+                job.process.wait()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        for found, reason in self.failed:
+            self.say(f"failed: {found.cell.name}: {reason}")
+        if self.stopping:
+            self.say(f"{self.stopping}: all runs have saved; the same command goes on")
+            return STOPPED
+        return 1 if self.failed else 0
+
+    def _start(self, found: Found) -> None:
+        slot = min(set(range(self.jobs)) - {job.slot for job in self.running})
+        environment = os.environ | {"OMP_NUM_THREADS": str(self._threads())}
+        if self.gpus:
+            mine = range(slot * self.ranks, (slot + 1) * self.ranks)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(self.gpus)[i] for i in mine)
+        log = self.logs / f"{found.folder.name}.log"
+        goes_on = "goes on" if found.run and found.run.step else "begins"
+        self.say(f"{found.cell.name}  {goes_on}")
+        with log.open("ab") as file:  # in a session of its own: Ctrl-C reaches it through this process alone
+            process = subprocess.Popen(
+                command(found, self.ranks),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        self.running.append(_Job(found, slot, process, time.monotonic()))
+
+    def _threads(self) -> int:
+        """The cores divided among all processes, unless the caller has said how many threads each may have."""
+        given = os.environ.get("OMP_NUM_THREADS", "")
+        if given.isdigit() and int(given):
+            return int(given)
+        return max(1, len(os.sched_getaffinity(0)) // (self.jobs * self.ranks))
+
+    def _end(self, job: _Job, waiting: int) -> None:
+        self.running.remove(job)
+        status, name = job.process.returncode, job.found.cell.name
+        left = f"{waiting + len(self.running)} to go"
+        if status == 0:
+            state = {"finished": "done"}.get(state := str(read_status(job.found.folder).get("state")), state)
+            self.say(f"{name}  {state}  {job.at}  in {duration(time.monotonic() - job.began)}; {left}")
+            return
+        reason = f"status {status}, {_last_words(self.logs / f'{job.found.folder.name}.log')}"
+        if self.stopping:  # asked before it could say that it is stopped
+            self.say(f"{name}  stopped  {job.at}")
+            return
+        self.failed.append((job.found, reason))
+        self.say(f"{name}  failed  {reason}; {left}")
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        """Ask all runs to stop and save; at the second time at once."""
+        again, self.stopping = self.stopping is not None, signal.Signals(number).name
+        for job in self.running:
+            job.process.send_signal(signal.SIGKILL if again else signal.SIGTERM)
+        os.write(2, f"{self.stopping}: {'ending' if again else 'stopping after this update and saving'}\n".encode())
+
+
+def _visible(gpus: int) -> list[str]:
+    """The names that GPUs have in CUDA_VISIBLE_DEVICES."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(i) for i in range(gpus)]
+
+
+def _last_words(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else f"see {log}"

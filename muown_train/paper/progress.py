@@ -1,0 +1,147 @@
+"""Which runs of an experiment there are, and how they stand. Nothing is changed, and torch is not loaded.
+
+A run counts for a cell if their settings are the same, wherever it lies and whatever its name: experiments share runs.
+"""
+
+import fcntl
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from muown_train.config import check_name
+from muown_train.paper.experiment import Cell, Experiment
+from muown_train.paper.runs import NoRun, RunRecord, Settings, read_config, read_run, settings_of
+from muown_train.secrets import redacted_tree
+
+# as reports and lists have it: the more useful, the earlier
+STATES = ("done", "diverged", "running", "stopped", "cut off", "failed", "missing")
+_SHOWN = {"finished": "done"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A cell and its run, if there is one."""
+
+    cell: Cell
+    folder: Path  # of the run, or where it would be
+    run: RunRecord | None
+    state: str  # of STATES
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is something left to train, and nobody who does."""
+        return self.state not in ("done", "diverged", "running")
+
+    @property
+    def loss(self) -> float | None:
+        """The last validation loss."""
+        return self.run.last("valid/loss") if self.run else None
+
+    def line(self, width: int) -> str:
+        """For a list, the name in so many columns."""
+        run = self.run
+        steps = "" if run is None or not run.steps else f"{run.step:,}/{run.steps:,}"
+        loss = "" if self.loss is None else f"loss {self.loss:.4f}"
+        reason = str(run.status.get("reason") or "") if run else ""
+        elsewhere = "" if run is None or run.name == self.cell.name else f"{self.folder}"
+        rest = "  ".join(part for part in (reason, elsewhere) if part)
+        return f"{self.cell.name:<{width}}  {self.state:<8}  {steps:>15}  {loss:<11}  {rest}".rstrip()
+
+
+def progress(experiment: Experiment, cells: Sequence[Cell], out: str, archive: Path | None = None) -> list[Found]:
+    """How each cell stands.
+
+    Args:
+        out: folder of all runs; those of an experiment are in OUT/EXPERIMENT.
+        archive: a further folder of runs.
+
+    Raises:
+        ValueError: a run of a cell's name that has other settings.
+    """
+    places = [Path(out)] + ([archive] if archive else [])
+    folder = Path(out) / experiment.folder
+    by_rate: dict[Any, list[tuple[Path, Settings]]] = {}
+    for path in _folders(experiment, places):
+        try:
+            config = read_config(path)
+        except NoRun:  # being made, or broken: it is no finished run in any case
+            continue
+        settings = settings_of(config)
+        by_rate.setdefault((config.get("seed"), settings.get("optim.lr")), []).append((path, settings))
+    found = []
+    for cell in cells:
+        settings = settings_of(redacted_tree(cell.config))
+        there = by_rate.get((cell.seed, cell.lr), [])
+        same = [path for path, of_run in there if same_settings(of_run, settings)]
+        if experiment.own_runs:  # which settings cannot tell from others: what is measured in them, or kept
+            same = [path for path in same if path.name == cell.name]
+        own = folder / check_name(cell.name)
+        if own not in same:
+            _refuse_other(own, settings)
+        candidates = [_found(cell, path) for path in same]
+        candidates.sort(key=lambda each: (STATES.index(each.state), -(each.run.step if each.run else 0)))
+        found.append(candidates[0] if candidates else Found(cell, own, None, _without_record(own)))
+    return found
+
+
+def _folders(experiment: Experiment, places: Iterable[Path]) -> Iterator[Path]:
+    """Folders of runs in places and in folders there; of those that share a name the first place's come first."""
+    pattern = f"{experiment.folder}/*/config.yaml"
+    for place in places:
+        if not experiment.own_runs:
+            yield from (path.parent for path in sorted(place.glob("*/config.yaml")))
+            pattern = "*/*/config.yaml"
+        yield from (path.parent for path in sorted(place.glob(pattern)))
+
+
+def same_settings(of_run: Mapping[str, Any], of_cell: Mapping[str, Any]) -> bool:
+    """Whether a run is that of a cell. What an older run's configuration does not have yet is as it was by default."""
+    return "optim._target_" in of_run and all(key in of_cell and value == of_cell[key] for key, value in of_run.items())
+
+
+def _refuse_other(folder: Path, settings: Settings) -> None:
+    """Error if a folder that a cell would train in holds a run with other settings."""
+    if not (folder / "config.yaml").exists():
+        return
+    there = settings_of(read_config(folder))
+    for key, value in there.items():
+        if value != settings.get(key):
+            raise ValueError(
+                f"{folder} holds a run with {key}={value}, the experiment has {settings.get(key)}: give the settings "
+                "that it was trained with, or another out"
+            )
+
+
+def _found(cell: Cell, folder: Path) -> Found:
+    run = read_run(folder)
+    state = _SHOWN.get(run.state, run.state)
+    if state == "running" and not in_use(folder):
+        state = "cut off"
+    elif state not in STATES:
+        state = _without_record(folder)
+    return Found(cell, folder, run, state)
+
+
+def _without_record(folder: Path) -> str:
+    return "running" if in_use(folder) else "missing"
+
+
+def in_use(folder: Path) -> bool:
+    """Whether a process trains there; over machines as far as the file system keeps locks."""
+    try:
+        with (folder / ".lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back when the file is closed
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def summary(found: Sequence[Found]) -> str:
+    """`36 runs: 3 done, 33 missing`."""
+    counts = Counter(each.state for each in found)
+    states = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+    return f"{len(found)} run{'s' * (len(found) != 1)}: {states}"

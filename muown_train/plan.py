@@ -1,0 +1,198 @@
+"""What a run will cost, before it costs anything: parameters, updates, memory of each GPU, hours on a given device.
+
+Nothing is trained or downloaded, and no GPU is needed. Time is an estimate of `roofline.py`, or follows from an MFU
+that is known.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from muown_train.batch import rows_per_update
+from muown_train.build import make_model, make_optimizer, make_schedule
+from muown_train.config import check_overrides, check_trust, composed
+from muown_train.estimate import Memory, Pass, Sizes, largest_micro_batch, memory, optimizer_memory, sizes_of
+from muown_train.hardware import Gpu, gpu
+from muown_train.models.gpt import GPT
+from muown_train.models.language_model import LanguageModel
+from muown_train.optim import Combined, parameter_roles
+from muown_train.roofline import FRACTIONS, Update, update_time
+from muown_train.top_level import TopLevel, top_level
+
+# What is not tensors: CUDA's context and kernels, workspaces of cuBLAS and NCCL; and of the rest a part that the
+# allocator cannot use, in pieces between tensors. Assumed, not measured.
+RESERVED, FRAGMENTED = 2 * 2**30, 0.05
+
+
+@dataclass
+class Plan:
+    """A run and the machine it is for."""
+
+    top: TopLevel
+    model: LanguageModel
+    optimizer: Combined
+    sizes: Sizes | None  # None where memory and a roofline are not known: only those of GPT are
+    steps: int
+    rows: int  # of an update on each rank
+    how: Pass
+    gpu: Gpu
+    device: str
+    ranks: int
+
+    @property
+    def accumulation(self) -> int:
+        return self.rows // self.how.rows
+
+    @property
+    def owners(self) -> int:
+        """Ranks that the optimizer is spread over."""
+        return self.ranks if self.top.shard_optimizer else 1
+
+    @property
+    def room(self) -> int:
+        return int((self.gpu.memory - RESERVED) * (1 - FRAGMENTED))
+
+
+def planned(overrides: list[str], device: str, ranks: int) -> Plan:
+    """The plan of a configuration, checked as `build` checks it.
+
+    Raises:
+        ValueError: a setting or a device that cannot be.
+    """
+    if ranks < 1:
+        raise ValueError(f"--ranks {ranks} must be 1 or more")
+    card = gpu(device)
+    check_overrides(overrides)
+    resolved: dict[str, Any] = OmegaConf.to_container(composed(overrides), resolve=True)  # type: ignore[assignment]
+    top = top_level(resolved, "plan")
+    check_trust(top.trust, overrides)
+    batch = rows_per_update(top.batch_tokens, top.seq_len, top.micro_batch, ranks)
+    with torch.device("meta"):  # sizes without numbers
+        model = make_model(resolved, top)
+    sizes = sizes_of(model) if isinstance(model, GPT) else None
+    steps, _ = make_schedule(resolved, top, model)
+    how = Pass(top.micro_batch, top.seq_len, top.precision != "float32", compiled=top.compile)
+    optimizer = make_optimizer(resolved, model, top.trust)
+    return Plan(top, model, optimizer, sizes, steps, batch // ranks, how, card, device, ranks)
+
+
+def of_parameters(plan: Plan) -> Iterator[str]:
+    """Parameters by role, updates, and how a GPU makes one."""
+    counts: dict[str, int] = {}
+    roles = parameter_roles(plan.model)
+    for name, parameter in plan.model.named_parameters():
+        counts[roles[name].role] = counts.get(roles[name].role, 0) + parameter.numel()
+    parts = ", ".join(f"{role} {count:,}" for role, count in counts.items())
+    yield f"{sum(counts.values()):,} parameters: {parts}"
+    top, how = plan.top, plan.how
+    tokens = plan.steps * top.batch_tokens
+    micro = f"{plan.accumulation} micro-batch{'es' * (plan.accumulation > 1)} of {how.rows} x {how.seq_len} tokens"
+    yield f"{tokens:,} tokens: {plan.steps:,} updates of {top.batch_tokens:,}, on each of {plan.ranks} GPUs {micro}"
+    yield f"{'bfloat16 autocast' if how.autocast else 'float32'}, {'' if how.compiled else 'not '}compiled"
+
+
+def needed_memory(plan: Plan) -> Memory | None:
+    """Of the rank that needs most; None for a model that is no GPT."""
+    if plan.sizes is None:
+        return None
+    state, step = max(optimizer_memory(plan.optimizer, plan.owners, "cuda", plan.how.width), key=sum)
+    return memory(plan.sizes, plan.how, state, step)
+
+
+def of_memory(plan: Plan) -> Iterator[str]:
+    """The memory of the rank that needs most, and what would fit."""
+    needed = needed_memory(plan)
+    if plan.sizes is None or needed is None:
+        yield f"\nmemory: known for GPT only, not for {type(plan.model).__name__}"
+        return
+    yield f"\nmemory of a {plan.device}, GiB"
+    yield from lines_of(needed, plan.sizes, plan.owners)
+    fits = needed.peak <= plan.room
+    yield (
+        f"{'fits' if fits else 'does not fit'}: {gib(needed.peak)} at most, where tensors have "
+        f"{gib(plan.room)} of {gib(plan.gpu.memory)}"
+    )
+    rest = {"state": needed.state, "step": needed.step}
+    found = largest_micro_batch(plan.sizes, plan.how, plan.rows, plan.room, **rest)
+    if found is None:
+        yield "not even micro_batch=1 fits: more ranks, more blocks in model.checkpointed or a smaller model need less"
+    else:
+        size, taken = found
+        yield f"largest micro_batch that fits: {size}, with {gib(taken.peak)} at most"
+
+
+def lines_of(needed: Memory, sizes: Sizes, owners: int) -> Iterator[str]:
+    """Each part of the memory, GiB, and what it is."""
+    spread = "replicated" if owners == 1 else f"the largest share of {owners} ranks"
+    again = f", {sizes.checkpointed} of {sizes.layers} blocks checkpointed" * bool(sizes.checkpointed)
+    rows = (
+        ("weights", needed.weights, "float32"),
+        ("gradients", needed.gradients, "float32"),
+        ("optimizer state", needed.state, spread),
+        ("activations", needed.activations, f"kept for the backward pass{again}"),
+        ("head, loss, backward", needed.head, "besides those at most"),
+        ("optimizer step", needed.step, "besides weights, gradients and state, when there are no activations"),
+    )
+    for name, size, note in rows:
+        yield f"  {name:<21}{gib(size):>7}  {note}"
+
+
+def parts_of_update(plan: Plan) -> Update:
+    """Seconds of an update by the roofline.
+
+    Raises:
+        ValueError: the model is no GPT.
+    """
+    if plan.sizes is None:
+        raise ValueError(f"the roofline is for GPT, not for {type(plan.model).__name__}: give an MFU (--mfu 0.4)")
+    sent = 2 if plan.top.reduce_dtype == "bfloat16" else 4
+    return update_time(plan.sizes, plan.how, plan.gpu, plan.optimizer, plan.ranks, plan.accumulation, plan.owners, sent)
+
+
+def seconds_of_update(plan: Plan, mfu: float | None) -> float:
+    """By a known MFU, or else by the roofline; see `parts_of_update`."""
+    if mfu is None:
+        return parts_of_update(plan).total
+    return plan.model.flops_per_token() * plan.top.batch_tokens / (mfu * plan.gpu.flops * plan.ranks)
+
+
+def hours(plan: Plan, mfu: float | None) -> tuple[float, float]:
+    """Hours of training and of evaluations on all ranks together; times ranks, GPU hours."""
+    seconds = seconds_of_update(plan, mfu)
+    # a forward pass is a third
+    evaluating = evaluations(plan) * plan.top.valid_tokens / plan.top.batch_tokens * seconds / 3
+    return plan.steps * seconds / 3600, evaluating / 3600
+
+
+def evaluations(plan: Plan) -> int:
+    """Before the first update, and after every `eval_every` and the last."""
+    return 1 + -(-plan.steps // plan.top.eval_every)
+
+
+def of_time(plan: Plan, mfu: float | None) -> Iterator[str]:
+    """How long an update takes, and the run."""
+    per_token, peak = plan.model.flops_per_token(), plan.gpu.flops * plan.ranks
+    tokens = plan.top.batch_tokens
+    yield f"\n{per_token / 1e9:.3f} GFLOP per token, peak {plan.gpu.flops / 1e12:,.0f} TFLOP/s in bfloat16 each"
+    seconds = seconds_of_update(plan, mfu)
+    if mfu is not None:
+        yield f"at the MFU given, {mfu:.1%}:"
+    else:
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in vars(parts_of_update(plan)).items())
+        attained = ", ".join(f"{name} {value:.0%}" for name, value in FRACTIONS.items())
+        yield f"roofline, nothing overlaps, attained of peak rates: {attained}"
+        yield f"  seconds of an update: {shown}"
+        yield f"MFU {per_token * tokens / seconds / peak:.1%}:"
+    training, evaluating = hours(plan, mfu)
+    yield (
+        f"  {seconds:.3f} s an update, {tokens / seconds:,.0f} tokens/s, {training:,.1f} hours, "
+        f"{training * plan.ranks:,.0f} GPU hours; {evaluations(plan)} evaluations add {evaluating:,.1f} hours"
+    )
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB."""
+    return f"{size / 2**30:.2f}"

@@ -1,0 +1,194 @@
+"""An experiment of the paper: `python scripts/reproduce.py experiment=500m_multiseed` lists its runs and their states.
+
+    action       list (default; starts nothing), plan, run, submit, report
+    out          folder of all runs (runs); those of an experiment are in OUT/EXPERIMENT
+    scale        tiny (seconds a run) or small (minutes): the same experiment with small models, on data=stdlib
+    points       so many of each grid of learning rates, evenly spread
+    seeds        so many of the seeds
+    series       some of the settings compared, such as series=muown_wd0,muon_wd0
+    jobs         runs at a time (run: 1, their threads share the cores; submit: 8)
+    ranks        processes of each run, on a GPU each (run: 1; plan: as the experiment's file says)
+    device, mfu  of a plan: such as H100-80GB; a known MFU in place of the roofline
+    KEY=VALUE    anything else is a setting for every run, such as data.path=DIR or paper_exact=true
+
+run     trains here what is missing, and goes on with what was cut off; Ctrl-C stops all, saved
+submit  does so as a SLURM array (slurm/sweep.sbatch); words with dashes go to sbatch: --nodes=2 --partition=gpu
+report  writes OUT/EXPERIMENT/report: table.md, table.csv, table.tex, figure.png, figure.pdf
+
+A run counts if its settings are those of the experiment, wherever under OUT or docs/results/runs it lies. Exit status:
+0; 1 a run failed; 2 a setting that cannot be; 130 interrupted.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from muown_train.paper.experiment import Experiment
+    from muown_train.paper.progress import Found
+
+ROOT = Path(__file__).resolve().parents[1]
+ARCHIVE = ROOT / "docs" / "results" / "runs"
+ACTIONS = ("list", "plan", "run", "submit", "report")
+DEFAULTS: dict[str, Any] = {
+    "experiment": None,
+    "action": "list",
+    "out": "runs",
+    "scale": None,
+    "points": None,
+    "seeds": None,
+    "series": None,
+    "jobs": None,
+    "ranks": None,
+    "device": None,
+    "mfu": None,
+}
+
+
+def settings(words: list[str]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Our own keys, checked; the overrides for every run; the words for sbatch."""
+    from muown_train.config import check_overrides, parsed
+    from muown_train.factory import is_number, whole
+    from muown_train.mistakes import nearest
+
+    words = without_dashes(words)
+    flags = [word for word in words if word.startswith("-")]
+    words = [word for word in words if not word.startswith("-")]
+    own, further = dict(DEFAULTS), []
+    check_overrides(words)
+    for word, override in zip(words, parsed(words), strict=True):
+        if override.key_or_group == "series":
+            own["series"] = word.partition("=")[2].strip("[]").split(",")
+        elif override.is_sweep_override():
+            raise ValueError(f"{word} is several values: the grid is the experiment's, others are one for all runs")
+        elif override.key_or_group in DEFAULTS:
+            own[override.key_or_group] = override.value()
+        else:
+            further.append(word)
+    if own["action"] not in ACTIONS:
+        near = nearest(str(own["action"]), ACTIONS)
+        raise ValueError(f"there is no action={own['action']}{near}; there are {', '.join(ACTIONS)}")
+    if flags and own["action"] != "submit":
+        raise ValueError(f"{flags[0]} is for sbatch, with action=submit; settings are key=value without dashes")
+    for key in ("jobs", "points", "seeds", "ranks"):
+        if own[key] is not None:
+            own[key] = whole(key, own[key], 1)
+    if own["mfu"] is not None and not (is_number(own["mfu"]) and 0 < own["mfu"] <= 1):
+        raise ValueError(f"mfu={own['mfu']} must be above 0 and at most 1")
+    own["out"] = str(own["out"])
+    return own, further, flags
+
+
+def without_dashes(words: list[str]) -> list[str]:
+    """`--scale tiny` and `--scale=tiny` as `scale=tiny`, and so for our other keys."""
+    plain: list[str] = []
+    for word in words:
+        if plain and plain[-1].startswith("--") and plain[-1][2:] in DEFAULTS:
+            plain[-1] = f"{plain[-1][2:]}={word}"
+        else:
+            key, equals, _ = word.partition("=")
+            plain.append(word[2:] if equals and key.startswith("--") and key[2:] in DEFAULTS else word)
+    return plain
+
+
+def plan(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) -> int:
+    """Print what the runs cost."""
+    from muown_train.experiment_plan import plan_lines
+
+    gpus = experiment.gpus
+    ranks = own["ranks"] or (1 if experiment.scale else gpus.ranks)
+    for line in plan_lines(experiment, found, own["device"] or gpus.device, ranks, own["mfu"] or gpus.mfu):
+        print(line, flush=True)
+    return 0
+
+
+def run(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) -> int:
+    """Train what is missing."""
+    from muown_train.paper.launch import Launcher
+    from muown_train.paper.progress import summary
+
+    wanted = [each for each in found if each.wanted]
+    print(summary(found))
+    if not wanted:
+        print("nothing to train")
+        return 0
+    import torch
+
+    folder = Path(own["out"]) / experiment.folder
+    launcher = Launcher(folder / "logs", own["jobs"] or 1, own["ranks"] or 1, torch.cuda.device_count())
+    return launcher.train(wanted)
+
+
+def submit(experiment: "Experiment", found: "list[Found]", own: dict[str, Any], flags: list[str]) -> int:
+    """Give what is missing to SLURM, an element of an array for each run."""
+    from muown_train.files import replace
+    from muown_train.paper.launch import line_of
+    from muown_train.paper.progress import summary
+
+    wanted = [each for each in found if each.wanted]
+    print(summary(found))
+    if not wanted:
+        print("nothing to submit")
+        return 0
+    if shutil.which("sbatch") is None:
+        raise ValueError("action=submit needs sbatch, which is not here: submit from a login node, or action=run")
+    if Path.cwd() != ROOT:
+        raise ValueError(f"call action=submit in {ROOT}: its jobs run there, where relative paths would be others")
+    jobs, folder = own["jobs"] or 8, Path(own["out"]) / experiment.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = folder / f"submitted-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    replace(runs, "".join(f"{line_of(each)}\n" for each in wanted).encode())
+    print(f"{runs}: {len(wanted)} runs, at most {jobs} at a time", flush=True)
+    environment = os.environ | {"AT_ONCE": str(jobs)}
+    sweep = str(ROOT / "slurm" / "sweep.sbatch")
+    return subprocess.run([sweep, *flags, f"@{runs.resolve()}"], cwd=ROOT, env=environment).returncode
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    if not words or {"-h", "--help"} & set(words):
+        from muown_train.paper.experiment import names
+
+        print(__doc__)
+        print("\n".join(f"experiment={name:<20} {sentence}" for name, sentence in names().items()))
+        return 0
+    from muown_train.__main__ import explained
+
+    with explained():
+        from muown_train.paper.experiment import load_experiment, names
+        from muown_train.paper.progress import progress, summary
+
+        own, further, flags = settings(words)
+        if own["experiment"] is None:
+            raise ValueError(f"experiment is not set: there are {', '.join(names())}")
+        experiment = load_experiment(str(own["experiment"]), own["scale"])
+        experiment = experiment.part(own["points"], own["seeds"], own["series"])
+        found = progress(experiment, experiment.cells(further), own["out"], ARCHIVE)
+        if own["action"] == "plan":
+            return plan(experiment, found, own)
+        if own["action"] == "run":
+            return run(experiment, found, own)
+        if own["action"] == "submit":
+            return submit(experiment, found, own, flags)
+        if own["action"] == "report":
+            from muown_train.paper.experiment_report import report
+
+            made = report(experiment, found, further)
+            paths = made.write(Path(own["out"]) / experiment.folder / "report")
+            print(made.table().markdown())
+            print("\n".join(made.notes()))
+            print(f"{paths[0].parent}: {', '.join(path.name for path in paths)}")
+            return 0
+        print(f"{experiment.name}: {experiment.sentence}")
+        width = max(len(each.cell.name) for each in found)
+        print("\n".join(each.line(width) for each in found))
+        print(summary(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,391 @@
+"""Experiments of the paper: every file, its runs and their settings, how they stand, tables equal to the paper's."""
+
+import csv
+import fcntl
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from muown_train.build import make_model, make_optimizer, make_schedule
+from muown_train.experiment_plan import gpu_hours, plans
+from muown_train.paper import experiment as experiments
+from muown_train.paper.experiment import evenly, load_experiment, names
+from muown_train.paper.experiment_report import report
+from muown_train.paper.progress import progress, same_settings, summary
+from muown_train.paper.runs import settings_of
+from muown_train.paper.scale import SCALES
+from muown_train.paper.tables import rate, tex
+from muown_train.top_level import top_level
+from tests.paper.experiments import fill, of_paper
+from tests.runs import slow_but
+
+TARGETS = Path(__file__).resolve().parents[3] / "shared" / "paper" / "targets.yaml"
+RUNS = {  # by hand, from the paper's grids
+    "124m_learning_rate": 2 * 2 * (3 * 8 + 5),
+    "124m_weight_decay": 5 * 5 * 2,
+    "width": 3 * 12 * 2,
+    "500m_multiseed": 3 * 4 * 3,
+    "1b": 4 * 4,
+    "2_7b": 3 * 3,
+    "qwen2_0_5b": 5 * 3,
+    "500m_magnitude": 3 * 3,
+    "normuon_124m": 11 * 2,
+    "spectral_500m": 4,
+    "effective_rank_124m": 2,
+    "gradient_noise_124m": 2,
+    "500m_step_time": 4,
+    "speedrun_width": 8 * 3 * 2,
+}
+UPDATES = {"67m": 2542, "124m": 4730, "308m": 11444}
+
+
+def targets():
+    if not TARGETS.exists():
+        pytest.skip(f"no {TARGETS}, the paper's numbers")
+    return yaml.safe_load(TARGETS.read_text())
+
+
+def numbers(values):
+    """The paper's cells by learning rate, as an experiment has them."""
+    return [tuple(value) if isinstance(value, list) else value for value in values]
+
+
+@pytest.fixture(scope="module")
+def multiseed():
+    """The experiment of three seeds with one learning rate of two series, and its cells."""
+    experiment = load_experiment("500m_multiseed").part(points=2, series=["muown_wd0", "muon_wd0"])
+    return experiment, experiment.cells()
+
+
+def test_every_experiment_is_there():
+    assert set(names()) == set(RUNS)
+
+
+@pytest.mark.parametrize("name", slow_but(["500m_multiseed", "width", "qwen2_0_5b", "speedrun_width"], RUNS))
+@pytest.mark.parametrize("scale", [None, *SCALES])
+def test_every_run_can_be_built(name, scale):
+    experiment = load_experiment(name, scale)
+    cells = experiment.cells()
+    assert len(cells) == RUNS[name] and len({cell.name for cell in cells}) == RUNS[name]
+    assert len({str(settings_of(cell.config)) + str(cell.seed) for cell in cells}) == RUNS[name] or experiment.own_runs
+    seen = set()
+    for cell in cells:
+        top = top_level(dict(cell.config), cell.name)
+        assert cell.config["optim"]["lr"] == cell.config["optim"]["rest"]["lr"] == cell.lr and top.seed == cell.seed
+        if cell.series.key in seen:
+            continue
+        seen.add(cell.series.key)
+        with torch.device("meta"):
+            model = make_model(cell.config, top)
+        make_optimizer(cell.config, model)
+        steps, _ = make_schedule(cell.config, top, model)
+        assert steps > 10 and top.batch_tokens % (top.seq_len * top.micro_batch) == 0
+        assert top.batch_tokens == (SCALES[scale].batch_tokens if scale else 524_288)
+
+
+def test_settings_of_runs_that_the_paper_states():
+    width = {cell.series.key: cell for cell in load_experiment("width").cells()}
+    for series, cell in width.items():
+        assert cell.config["tokens"] / 524_288 == UPDATES[series.partition("_")[2]] and cell.config["seq_len"] == 2048
+    decay = {cell.series.key: cell.config["optim"] for cell in load_experiment("124m_learning_rate").cells()}
+    assert {key: optim["weight_decay"] for key, optim in decay.items()} == {
+        **dict.fromkeys(("muown_wd0", "muon_wd0", "soap_wd0", "lion_wd0"), 0),
+        "muown_wd0.01": 0.01,
+        "muon_wd0.1": 0.1,
+        "soap_wd1e-4": 1e-4,
+        "lion_wd0.5": 0.5,
+    }
+    assert {config["rest"].get("weight_decay", 0) for config in decay.values()} == {0}
+    noise = load_experiment("gradient_noise_124m").cells()
+    assert {(cell.config["tokens"] / 524_288, cell.config["keep_every"]) for cell in noise} == {(9538, 1900)}
+    assert {(cell.series.key, cell.lr) for cell in noise} == {("muon_wd0.1", 4e-3), ("muown_wd0", 6e-3)}
+    qwen2 = load_experiment("qwen2_0_5b").cells()[0].config
+    assert (qwen2["tokens"] / 524_288, qwen2["model"]["rope_base"]) == (18119, 10_000)
+    assert qwen2["data"]["name"] == "sample-10BT"
+    speedrun = {cell.series.key: cell.config["optim"].get("direction_scale") for cell in load_experiment(
+        "speedrun_width").cells()}  # fmt: skip
+    assert speedrun["muon_768"] == 0.1 and speedrun["muown_768"] == 0.2
+
+
+def test_grids_and_numbers_are_the_papers():
+    paper = targets()
+    for name, table in paper["tables"].items():
+        if name == "500m_step_time_seconds":
+            continue
+        experiment = load_experiment(name)
+        rates = table.pop("lr")
+        assert set(table) == {series.key for series in experiment.series}
+        for series in experiment.series:
+            assert list(series.lr) == rates
+            assert [experiment.paper[series.key][lr] for lr in rates] == numbers(table[series.key])
+    figures = paper["figures"]
+    rates = {series.key: list(series.lr) for series in load_experiment("124m_learning_rate").series}
+    for series, values in rates.items():
+        expected = figures["124m_learning_rate"]["lion_lr" if series.startswith("lion") else "lr"]
+        assert values == expected
+    decay = load_experiment("124m_weight_decay")
+    assert list(decay.values) == figures["124m_weight_decay"]["weight_decay"]
+    assert {series.lr for series in decay.series} == {tuple(figures["124m_weight_decay"]["lr"])}
+    for name, powers in (("width", "width"), ("speedrun_width", "speedrun_width")):
+        grid = tuple(2.0**power for power in figures[powers]["lr_log2"])
+        assert {series.lr for series in load_experiment(name).series} == {grid}
+    normuon, of_figure = load_experiment("normuon_124m").series[0].lr, figures["normuon_124m"]
+    assert [normuon[0], normuon[-1]] == of_figure["lr_range"] and len(normuon) == of_figure["points"]
+
+
+@pytest.mark.parametrize("name", slow_but(["2_7b", "qwen2_0_5b"], RUNS))
+def test_the_expected_gpu_hours(name):
+    experiment = load_experiment(name)
+    found = plans(experiment.cells(), experiment.gpus.device, experiment.gpus.ranks).values()
+    hours = sum(gpu_hours(plan, experiment.gpus.mfu) * len(cells) for plan, cells in found)
+    assert experiment.gpu_hours == pytest.approx(hours, rel=0.1)
+
+
+@pytest.mark.parametrize("name", slow_but(["500m_multiseed", "2_7b", "qwen2_0_5b"], names()))
+def test_the_papers_own_numbers_make_the_papers_tables(name, tmp_path):
+    table = targets()["tables"].get(name)
+    if table is None:
+        pytest.skip("no table of the paper")
+    experiment = load_experiment(name)
+    cells = experiment.cells()
+    stated = {key: dict(zip(table["lr"], values, strict=True)) for key, values in table.items() if key != "lr"}
+    fill(tmp_path / experiment.folder, cells, of_paper(stated, experiment.seeds))
+    made = report(experiment, progress(experiment, cells, str(tmp_path)))
+    paths = made.write(tmp_path / "report")
+    assert [path.name for path in paths] == ["table.md", "table.csv", "table.tex", "figure.png", "figure.pdf"]
+    assert all(path.stat().st_size > 100 for path in paths)
+
+    markdown = made.table()
+    columns = {series.key: i for i, series in enumerate(experiment.series, 1)}
+    for row in markdown.rows:
+        lr = float(row[0])
+        for key, column in columns.items():
+            value = stated[key][lr]
+            if isinstance(value, list):
+                mean, deviation = map(float, row[column].split(" ± "))
+                assert [mean, deviation] == value
+            else:
+                assert row[column] == {None: "—", "diverged": "diverged"}.get(value) or float(row[column]) == value
+    for row in made.comparison().rows:
+        assert row[3] == row[4] and row[5] in ("+0.00", "—")
+    for line in csv.DictReader(paths[1].open()):
+        value = stated[line["series"]][float(line["lr"])]
+        if isinstance(value, list):
+            assert [float(line["valid_perplexity"]), float(line["deviation"])] == pytest.approx(value)
+            assert abs(float(line["difference"])) < 1e-9
+        elif value == "diverged":
+            assert line["valid_perplexity"] == "" and line["diverged"] == "1" and line["paper"] == "diverged"
+        elif value is None:
+            assert line["valid_perplexity"] == line["paper"] == "" and line["done"] == "0"
+        else:
+            assert float(line["valid_perplexity"]) == value
+    latex = paths[2].read_text()
+    assert latex.count(r"\toprule") == 2 and "±" not in latex and "—" not in latex
+    for row in markdown.rows:
+        assert " & ".join(map(tex, row)) + r" \\" in latex
+
+
+def test_seeds_that_are_missing_or_diverged(multiseed, tmp_path):
+    experiment, cells = multiseed
+    ends = {("muown_wd0", 4e-3): [14.0, 15.0, None], ("muon_wd0", 4e-3): ["diverged", "diverged", 20.0],
+            ("muown_wd0", 1e-3): ["diverged"] * 3, ("muon_wd0", 1e-3): ["diverged", None, None]}  # fmt: skip
+    fill(tmp_path / experiment.folder, cells, lambda cell: ends[cell.series.key, cell.lr][cell.seed])
+    made = report(experiment, progress(experiment, cells, str(tmp_path)), ["paper_exact=true", "cache=x"])
+    assert made.table().rows == [
+        ["4e-3", "14.50 ± 0.707 (1 to come)", "20.00 (2 diverged)"],
+        ["1e-3", "diverged", "diverged so far"],
+    ]
+    assert made.comparison().rows[0][2:] == ["2 of 3", "14.50 ± 0.707 (1 to come)", "14.13 ± 0.004", "+0.37"]
+    assert "12 runs: 3 done, 6 diverged, 3 missing." in made.notes()
+    assert not any("data" in note for note in made.notes())
+    folder = tmp_path / experiment.folder / "muown_wd0-lr=0.004-seed=0"
+    (folder / "manifest.json").write_text('{"data": {"content": "another text"}}')
+    assert any("same data" in note for note in report(experiment, progress(experiment, cells, str(tmp_path))).notes())
+    assert "Besides the experiment's settings: paper_exact=True." in made.notes()
+
+
+def test_a_report_without_runs(multiseed, tmp_path):
+    experiment, cells = multiseed
+    made = report(experiment, progress(experiment, cells, str(tmp_path)))
+    assert {cell for row in made.table().rows for cell in row[1:]} == {"—"}
+    assert len(made.write(tmp_path / "with")) == 5  # the paper's numbers alone
+    small = load_experiment("500m_multiseed", "tiny").part(points=1, seeds=1, series=["muown_wd0"])
+    made = report(small, progress(small, small.cells(), str(tmp_path)))
+    assert len(made.write(tmp_path / "without")) == 3 and not made.comparable
+    assert "figure" not in (tmp_path / "without" / "table.md").read_text()
+
+
+def test_further_axes_and_panels(tmp_path):
+    experiment = load_experiment("124m_weight_decay").part(points=2, series=["muon"])
+    cells = experiment.cells()
+    fill(tmp_path / experiment.folder, cells, lambda cell: 20 + 10 * cell.value + cell.lr)
+    made = report(experiment, progress(experiment, cells, str(tmp_path)))
+    assert made.table().head == [
+        "learning rate",
+        *(f"Muon, weight decay {v}" for v in ("0", "0.01", "0.03", "0.1", "0.3")),
+    ]
+    assert made.table().rows[0] == ["6e-3", "20.01", "20.11", "20.31", "21.01", "23.01"]
+    assert not made.comparable and len(made.write(tmp_path / "report")) == 5
+    width = load_experiment("width").part(points=3)
+    cells = width.cells()
+    fill(tmp_path / width.folder, cells, lambda cell: 20.0)
+    made = report(width, progress(width, cells, str(tmp_path)))
+    assert made.table().head[1] == "width 512, Muown" and made.table().rows[0][:2] == ["2^-5", "2.9957"]
+
+
+def test_runs_are_found_by_their_settings(multiseed, tmp_path):
+    experiment, cells = multiseed
+    states = lambda: [found.state for found in progress(experiment, cells, str(tmp_path / "runs"), tmp_path / "kept")]  # noqa: E731
+    assert set(states()) == {"missing"}
+    first, second, third = cells[:3]
+    fill(tmp_path / "runs", [first], lambda cell: 14.0)  # beside the experiments
+    fill(tmp_path / "kept" / "500m_magnitude", [second], lambda cell: "diverged")  # of another, in the archive
+    older = tmp_path / "runs" / "another" / "name"
+    fill(older.parent, [third], lambda cell: 14.0)
+    (older.parent / third.name).rename(older)
+    config = yaml.safe_load((older / "config.yaml").read_text())
+    del config["optim"]["row_norm_schedule"], config["diverged_from"]  # settings that there were not then
+    (older / "config.yaml").write_text(yaml.safe_dump(config | {"name": "x", "cache": "y", "time_limit": 5}))
+    assert states() == ["done", "diverged", "done"] + ["missing"] * (len(cells) - 3)
+    found = progress(experiment, cells, str(tmp_path / "runs"), tmp_path / "kept")
+    assert summary(found) == f"{len(cells)} runs: 2 done, 1 diverged, {len(cells) - 3} missing"
+    assert str(older) in found[2].line(40)
+    (older / "config.yaml").write_text(yaml.safe_dump(config | {"seq_len": 1024}))
+    assert states()[2] == "missing"
+
+
+def test_a_run_with_other_settings_in_the_place_of_one(multiseed, tmp_path):
+    experiment, cells = multiseed
+    fill(tmp_path / experiment.folder, cells[:1], lambda cell: 14.0)
+    file = tmp_path / experiment.folder / cells[0].name / "config.yaml"
+    file.write_text(file.read_text().replace("grad_clip: 1.0", "grad_clip: 0.5"))
+    with pytest.raises(ValueError, match=r"seed=0 holds a run with grad_clip=0.5, the experiment has 1.0: give"):
+        progress(experiment, cells, str(tmp_path))
+
+
+def test_measured_runs_are_an_experiments_own(tmp_path):
+    """What replicates the optimizer, and keeps checkpoints, cannot be told by settings that define a run."""
+    experiment = load_experiment("500m_step_time")
+    cells = experiment.cells()
+    fill(tmp_path / experiment.folder, cells[:1], lambda cell: 14.0)
+    fill(tmp_path / "spectral_500m", cells[1:2], lambda cell: 14.0)
+    found = progress(experiment, cells, str(tmp_path))
+    assert [each.state for each in found] == ["done"] + ["missing"] * 3
+    assert (
+        "The paper's figure is of what is measured in these runs; here are their losses."
+        in report(experiment, found).notes()
+    )
+
+
+def test_whether_a_run_is_in_training(multiseed, tmp_path):
+    experiment, cells = multiseed
+    fill(tmp_path / experiment.folder, cells[:1], lambda cell: 14.0)
+    folder = tmp_path / experiment.folder / cells[0].name
+    status = folder / "status.json"
+    for state, expected in (("running", "cut off"), ("stopped", "stopped"), ("failed", "failed"), ("?", "missing")):
+        status.write_text(f'{{"state": "{state}", "step": 1, "steps": 2}}')
+        found = progress(experiment, cells[:1], str(tmp_path))[0]
+        assert found.state == expected and found.wanted
+    status.write_text('{"state": "running"}')
+    unborn = tmp_path / experiment.folder / cells[1].name
+    unborn.mkdir()
+    for lock in (folder / ".lock", unborn / ".lock"):
+        lock.touch()
+    with (folder / ".lock").open("w") as one, (unborn / ".lock").open("w") as other:
+        fcntl.flock(one, fcntl.LOCK_EX)
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert [found.state for found in progress(experiment, cells[:2], str(tmp_path))] == ["running"] * 2
+    assert [found.state for found in progress(experiment, cells[:2], str(tmp_path))] == ["cut off", "missing"]
+
+
+def test_experiments_share_runs():
+    adam = load_experiment("500m_magnitude").part(series=["adam"]).cells()
+    others = load_experiment("500m_multiseed").part(series=["muown_wd0"], seeds=1).cells()
+    assert len(adam) == len(others) == 3
+    for one, other in zip(adam, others, strict=True):
+        assert same_settings(settings_of(one.config), settings_of(other.config))
+
+
+def test_parts_of_a_grid():
+    assert evenly([1, 2, 3, 4, 5, 6, 7, 8], 3) == (1, 5, 8) and evenly([1, 2, 3], 1) == (2,)
+    assert evenly([1, 2, 3], 9) == evenly([1, 2, 3], 3) == (1, 2, 3) and evenly([1, 2, 3], 2) == (1, 3)
+    part = load_experiment("124m_learning_rate").part(2, 1, ["lion_wd0", "muon_wd0"])
+    assert [(series.key, series.lr) for series in part.series] == [
+        ("lion_wd0", (8e-5, 7.5e-4)),
+        ("muon_wd0", (2.5e-4, 8e-3)),
+    ]
+    assert part.seeds == (0,) and part.scale is None
+
+
+def test_widths_keep_their_ratio_when_they_shrink():
+    models = {cell.series.key: cell.config["model"] for cell in load_experiment("width", "tiny").part(1).cells()}
+    assert [models[f"muon_{size}"]["dim"] for size in UPDATES] == [32, 48, 80]
+    assert [models[f"muon_{size}"]["heads"] for size in UPDATES] == [2, 3, 5]
+    qwen2 = load_experiment("qwen2_0_5b", "tiny").part(1).cells()[0].config["model"]
+    assert (qwen2["heads"], qwen2["kv_heads"], qwen2["dim"]) == (4, 1, 64)
+    assert qwen2["mlp_hidden"] / qwen2["dim"] == pytest.approx(4864 / 896, rel=0.02)
+    noise = load_experiment("gradient_noise_124m", "tiny").cells()[0].config
+    assert noise["keep_every"] == noise["save_every"] == 10 and noise["tokens"] == 30 * 1024
+    given = load_experiment("width", "tiny").part(1, series=["muon_67m"]).cells(["model.dim=64", "data=random"])
+    assert given[0].config["model"]["dim"] == 64 and given[0].config["data"]["_target_"].endswith("random_tokens")
+    assert "model.dim=64" in given[0].name
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: load_experiment("1bb"), "there is no experiment=1bb (did you mean 1b?); there are 124m"),
+        (lambda: load_experiment("../optim/muon"), "there is no experiment=../optim/muon"),
+        (lambda: load_experiment("track3_muon"), "experiment=track3_muon is a single run, not a grid"),
+        (lambda: load_experiment("1b", "tny"), "there is no scale=tny (did you mean tiny?); there are tiny, small"),
+        (lambda: load_experiment("1b").part(points=0), "points=0 must be a whole number of at least 1"),
+        (lambda: load_experiment("1b").part(series=["adam"]), "series=adam: 1b has none of that name; there are"),
+        (lambda: load_experiment("1b").cells(["seed=4"]), "seed=4 cannot be given to all runs: seeds=N takes"),
+        (lambda: load_experiment("1b").cells(["optim.lr=1"]), "optim.lr=1 cannot be given to all runs: points=N"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("  report: rates", "  raport: rates"), "experiment: there is no raport (did you mean report?)"),
+        (("report: rates", "report: graph"), "there is no report=graph"),
+        (("  seeds: [0]\n", ""), "'seeds' is missing"),
+        (("lr: [3e-3", "lr: [-3e-3"), "series.muown_wd0.lr=[-0.003, 0.002, 0.001, 0.0005] must be learning rates"),
+        (("[11.90, ", "["), "paper.muown_wd0 has 3 numbers for 4 learning rates"),
+        (("adamw_wd0.1: [", "adamw: ["), "there is no paper.adamw (did you mean adamw_wd0.1?)"),
+    ],
+)
+def test_a_file_that_says_what_cannot_be(change, message, tmp_path, monkeypatch):
+    text = (experiments.CONFIG_DIR / "experiment" / "1b.yaml").read_text()
+    assert change[0] in text
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "1b.yaml").write_text(text.replace(*change))
+    monkeypatch.setattr(experiments, "CONFIG_DIR", tmp_path)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_experiment("1b")
+
+
+def test_learning_rates_as_people_write_them():
+    assert [rate(lr) for lr in (4e-3, 7.5e-4, 2.0**-10, 0.02, 2.5e-4)] == ["4e-3", "7.5e-4", "2^-10", "2e-2", "2.5e-4"]
+    assert tex("7.5e-4") == r"$7.5 \times 10^{-4}$" and tex("2^-10") == "$2^{-10}$"
+    assert tex("14.13 ± 0.004 & 50%_—") == r"14.13 $\pm$ 0.004 \& 50\%\_---"
+
+
+def test_torch_is_not_loaded():
+    program = (
+        "import sys, muown_train.paper.experiment_report, muown_train.paper.launch as launch;"
+        "from muown_train.paper.experiment import load_experiment as load;"
+        "load('1b').part(1).cells(); print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"

@@ -1,0 +1,300 @@
+"""scripts/reproduce.py as a user meets it: lists, reports, trains whole experiments in small, is killed and goes on."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from muown_train.config import composed
+from muown_train.paper import launch
+from muown_train.paper.experiment import load_experiment
+from muown_train.paper.launch import Launcher
+from muown_train.paper.progress import progress
+from muown_train.paper.runs import read_run
+from tests.paper.experiments import fill, of_paper
+from tests.runs import metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "reproduce.py"
+RUN_WORDS = ("series=adam,fixed", "points=1", "scale=tiny")
+
+
+@pytest.fixture
+def reproduce(monkeypatch, capsys):
+    def call(*words) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["reproduce.py", *map(str, words)])
+        monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+        import reproduce
+
+        status = reproduce.main()
+        return status, capsys.readouterr().out
+
+    return call
+
+
+def small(corpus: Path, out: Path, *words: str) -> list[str]:
+    """The command of an experiment in small on the tests' texts."""
+    data = ("data=files", f"data.train={corpus}/*.txt", f"cache={corpus}/cache")
+    return [sys.executable, str(SCRIPT), f"out={out}", "scale=tiny", *data, *words]
+
+
+def states(said: str) -> dict[str, str]:
+    """What a list says of each run."""
+    return dict(re.findall(r"^(\S+-seed=\d\S*)  +(done|diverged|running|stopped|cut off|failed|missing)", said, re.M))
+
+
+def test_a_list_of_nothing_and_of_a_half(reproduce, tmp_path):
+    status, said = reproduce("experiment=500m_multiseed", f"out={tmp_path}")
+    assert status == 0 and said.startswith("500m_multiseed: Table 500M-multiseed")
+    assert set(states(said).values()) == {"missing"} and len(states(said)) == 36
+    assert said.endswith("36 runs: 36 missing\n") and not list(tmp_path.iterdir())
+    experiment = load_experiment("2_7b")
+    cells = experiment.cells()
+    fill(tmp_path / "2_7b", cells[:6], of_paper(experiment.paper, experiment.seeds))
+    _, said = reproduce("experiment=2_7b", f"out={tmp_path}")
+    assert re.search(r"^muown_wd0-lr=0.002-seed=0 +done +2/2  loss 2.2586$", said, re.M)
+    assert re.search(r"^muon_wd0.1-lr=0.002-seed=0 +diverged", said, re.M)
+    assert said.endswith("9 runs: 5 done, 1 diverged, 3 missing\n")
+
+
+def test_a_part_of_an_experiment(reproduce, tmp_path):
+    _, said = reproduce("experiment=500m_multiseed", "points=2", "seeds=1", "series=soap_wd1e-4,muown_wd0")
+    names = [f"{series}-lr={lr}-seed=0" for series in ("soap_wd1e-4", "muown_wd0") for lr in ("0.004", "0.001")]
+    assert list(states(said)) == names
+    _, said = reproduce("experiment=500m_multiseed", "points=1", "seeds=1", "series=muon_wd0", "paper_exact=true")
+    assert list(states(said)) == ["muon_wd0-paper_exact=True-lr=0.002-seed=0"]
+
+
+def test_keys_with_dashes(reproduce):
+    _, said = reproduce("--experiment", "1b", "--scale=tiny", "--points", "1", "series=muon_wd0")
+    assert list(states(said)) == ["muon_wd0-lr=0.001-seed=0"]
+
+
+def test_a_report(reproduce, tmp_path):
+    experiment = load_experiment("2_7b")
+    fill(tmp_path / "2_7b", experiment.cells(), of_paper(experiment.paper, experiment.seeds))
+    status, said = reproduce("experiment=2_7b", "action=report", f"out={tmp_path}")
+    assert status == 0 and "| 2e-3 | 9.57 | diverged | diverged |" in said and "9 runs: 7 done, 2 diverged." in said
+    written = sorted(path.name for path in (tmp_path / "2_7b" / "report").iterdir())
+    assert written == ["figure.pdf", "figure.png", "table.csv", "table.md", "table.tex"]
+
+
+def test_a_plan(reproduce, tmp_path):
+    experiment = load_experiment("500m_magnitude")
+    fill(tmp_path / "500m_magnitude", experiment.cells()[:3], lambda cell: 14.0)
+    status, said = reproduce("experiment=500m_magnitude", "action=plan", f"out={tmp_path}")
+    assert status == 0 and said.count("511,371,520 parameters: embedding 64,358,400") == 3
+    assert "19,073 updates of 524,288, on each of 4 GPUs 8 micro-batches of 8 x 2048 tokens" in said
+    assert re.search(r"memory of each GH200-96GB: [\d.]+ GiB of 88.90\n", said)
+    total, left = map(
+        float, re.search(r"9 runs: ([\d.]+) GPU hours on 4 x GH200-96GB.*; ([\d.]+) of them", said).groups()
+    )
+    assert left == pytest.approx(total * 2 / 3, abs=0.1) and total == pytest.approx(experiment.gpu_hours, rel=0.01)
+    _, said = reproduce(
+        "experiment=500m_magnitude", "action=plan", "device=H100-80GB", "ranks=8", "mfu=0.5", "series=adam", "points=1"
+    )
+    flops = (6 * (511_371_520 - 57_600) + 12 * 22 * 1280 * 2048) * 19_073 * 524_288
+    hours = flops / (0.5 * 8 * 989e12) / 3600
+    assert float(re.search(r"a run: ([\d.]+) hours", said)[1]) == pytest.approx(hours, rel=0.01)
+    _, said = reproduce("experiment=qwen2_0_5b", "action=plan", "points=1", "series=muon_wd0")
+    assert "unknown for this model" in said and "at an MFU of 40%" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["action=list"], "experiment is not set: there are 124m_learning_rate, "),
+        (["experiment=1c"], "there is no experiment=1c; there are 124m_learning_rate, "),
+        (["experiment=1b", "action=lst"], "there is no action=lst (did you mean list?); there are list, plan, run"),
+        (["experiment=1b", "points=0"], "points=0 must be a whole number of at least 1"),
+        (["experiment=1b", "seeds=two"], "seeds='two' must be a whole number of at least 1"),
+        (["experiment=1b", "--nodes=2"], "--nodes=2 is for sbatch, with action=submit; settings are key=value"),
+        (["experiment=1b", "--scale"], "--scale is for sbatch, with action=submit"),
+        (["experiment=1b", "--scale", "huge"], "there is no scale=huge; there are tiny, small"),
+        (["experiment=1b", "scale=huge"], "there is no scale=huge; there are tiny, small"),
+        (["experiment=1b", "series=muon"], "series=muon: 1b has none of that name (did you mean muon_wd0"),
+        (["experiment=1b", "grad_clip=1,2"], "grad_clip=1,2 is several values: the grid is the experiment's"),
+        (["experiment=1b", "seed=1"], "seed=1 cannot be given to all runs: seeds=N takes the first N seeds"),
+        (["experiment=1b", "name=x"], "name=x cannot be given to all runs"),
+        (["experiment=1b", "grad_clp=1"], "there is no key grad_clp (did you mean grad_clip?)"),
+        (["experiment=1b", "points", "2"], "cannot read 'points': settings are key=value without spaces"),
+        (["experiment=1b", "mfu=40", "action=plan"], "mfu=40 must be above 0 and at most 1"),
+        (["experiment=1b", "device=H1000", "action=plan"], "there is no device H1000 (did you mean"),
+        (["experiment=1b", "ranks=3", "action=plan"], "batch_tokens=524288 cannot be made of micro_batch=8 rows"),
+        (["experiment=track3_muon"], "experiment=track3_muon is a single run, not a grid"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_one_sentence(reproduce, capsys, words, message):
+    with pytest.raises(SystemExit) as stopped:
+        reproduce(*words)
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and said.startswith(f"error: {message}") and said.count("\n") == 1
+
+
+def test_help_names_the_experiments(reproduce):
+    _, said = reproduce("--help")
+    assert "action=" in said or "action " in said
+    assert re.search(r"^experiment=500m_multiseed +Table 500M-multiseed", said, re.M)
+
+
+def test_the_grid_is_no_setting_of_a_run():
+    assert "experiment" not in composed(["experiment=1b"])
+
+
+def test_submitting(reproduce, tmp_path, monkeypatch):
+    """A stand-in for sbatch writes down what it is given, and slurm/grid.py says what each element then trains."""
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    (bin_folder / "sbatch").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/given\n')
+    (bin_folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHON", sys.executable)
+    words = ("experiment=500m_magnitude", *RUN_WORDS, "action=submit", f"out={tmp_path}/of runs")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        reproduce(*words)  # elsewhere relative paths would be others
+    monkeypatch.chdir(ROOT)
+    status, said = reproduce(*words, "--nodes=2", "jobs=3")
+    assert status == 0 and "2 runs, at most 3 at a time" in said
+    *options, script, file = (tmp_path / "given").read_text().splitlines()
+    assert (options, script) == (["--array=0-1%3", "--nodes=2"], "slurm/train.sbatch")
+    experiment = load_experiment("500m_magnitude", "tiny").part(1, series=["adam", "fixed"])
+    for i, cell in enumerate(experiment.cells()):
+        done = subprocess.run([sys.executable, "slurm/grid.py", str(i), file, "time_limit=5"], capture_output=True)
+        given = done.stdout.decode().split("\0")[:-1]
+        folder = f"{tmp_path}/of runs/500m_magnitude-tiny"
+        assert given == [*cell.overrides, f"out={folder}", f"name={cell.name}", "time_limit=5"]
+
+
+@pytest.mark.parametrize(("given", "names"), [(None, ["0", "1", "2", "3"]), ("4,5,6,7", ["4", "5", "6", "7"])])
+def test_runs_side_by_side_have_gpus_of_their_own(tmp_path, monkeypatch, given, names):
+    started = []
+
+    class Ends:
+        returncode = 0
+
+        def __init__(self, words, env, **rest):
+            started.append((words, env))
+
+        def poll(self):
+            return 0
+
+    monkeypatch.setattr(launch.subprocess, "Popen", Ends)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    experiment = load_experiment("500m_magnitude", "tiny").part(1)
+    found = progress(experiment, experiment.cells(), str(tmp_path))
+    said: list[str] = []
+    assert Launcher(tmp_path / "logs", 2, 2, 4, say=said.append).train(found) == 0
+    assert [env["CUDA_VISIBLE_DEVICES"] for _, env in started] == [
+        ",".join(names[:2]),
+        ",".join(names[2:]),
+        ",".join(names[:2]),
+    ]
+    assert all("--nproc-per-node=2" in words and "muown_train" in words for words, _ in started)
+    assert {env["OMP_NUM_THREADS"] for _, env in started} == {str(max(1, len(os.sched_getaffinity(0)) // 4))}
+    with pytest.raises(ValueError, match="jobs=3 runs of ranks=2 need 6 GPUs, there are 4"):
+        Launcher(tmp_path, 3, 2, 4)
+
+
+@pytest.mark.slow
+def test_an_experiment_whole(corpus, tmp_path):
+    words = small(corpus, tmp_path, "experiment=gradient_noise_124m")
+    done = subprocess.run([*words, "action=run", "jobs=2"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    listed = subprocess.run(words, capture_output=True, text=True).stdout
+    assert set(states(listed).values()) == {"done"} and len(states(listed)) == 2
+    folders = list((tmp_path / "gradient_noise_124m-tiny").glob("*-seed=0*"))
+    for folder in folders:
+        assert [line["step"] for line in metrics(folder)] == list(range(31))
+        assert len(list((folder / "checkpoints").glob("step-*"))) == 3  # kept for what measures them
+        assert "experiment" not in read_run(folder).config
+    again = subprocess.run([*words, "action=run"], capture_output=True, text=True)
+    assert again.returncode == 0 and again.stdout.endswith("nothing to train\n")
+    made = subprocess.run([*words, "action=report"], capture_output=True, text=True)
+    report = tmp_path / "gradient_noise_124m-tiny" / "report"
+    assert made.returncode == 0 and (report / "figure.png").stat().st_size > 10_000
+    final = {float(f"{read_run(folder).last('valid/perplexity'):.2f}") for folder in folders}
+    shown = {float(cell) for cell in re.findall(r" (\d+\.\d\d) \|", (report / "table.md").read_text())}
+    assert shown == final
+
+
+def wait_until(true, seconds: float = 120) -> None:
+    """Wait for a condition."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def children(parent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def at_step(folder: Path, step: int) -> bool:
+    return (folder / "metrics.jsonl").exists() and len(metrics(folder)) > step
+
+
+@pytest.mark.slow
+def test_an_experiment_killed_in_the_middle_goes_on(corpus, tmp_path):
+    """A kill -9 of the program and its runs; then a SIGTERM to the program alone; then to the end."""
+    words = small(corpus, tmp_path, "experiment=500m_magnitude", *RUN_WORDS, "tokens=153600", "save_every=10")
+    experiment = load_experiment("500m_magnitude", "tiny").part(1, series=["adam", "fixed"])
+    further = [word for word in words[4:] if not word.startswith(("experiment=", "series=", "points=", "scale="))]
+    first, second = (tmp_path / experiment.folder / cell.name for cell in experiment.cells(further))
+
+    def started() -> subprocess.Popen:
+        return subprocess.Popen([*words, "action=run"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    process = started()
+    wait_until(lambda: at_step(first, 30))
+    inner = children(process.pid)
+    assert len(inner) == 1
+    for pid in (process.pid, *inner):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+    wait_until(lambda: not Path(f"/proc/{inner[0]}").exists())
+    listed = subprocess.run(words, capture_output=True, text=True).stdout
+    assert list(states(listed).values()) == ["cut off", "missing"], listed
+
+    process = started()
+    wait_until(lambda: at_step(second, 30))
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "SIGTERM: all runs have saved; the same command goes on" in said, said
+    log = tmp_path / experiment.folder / "logs" / f"{first.name}.log"
+    assert "going on after update" in log.read_text()
+    listed = subprocess.run(words, capture_output=True, text=True).stdout
+    assert list(states(listed).values()) == ["done", "stopped"], listed
+
+    done = subprocess.run([*words, "action=run"], capture_output=True, text=True)
+    assert done.returncode == 0 and f"{second.name}  goes on" in done.stdout, done.stdout + done.stderr
+    for folder in (first, second):
+        assert [line["step"] for line in metrics(folder)] == list(range(151))
+        assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.slow
+def test_runs_that_fail_or_diverge_do_not_hold_up_the_others(corpus, tmp_path):
+    words = small(corpus, tmp_path, "experiment=500m_magnitude", *RUN_WORDS)
+    done = subprocess.run([*words, "action=run", "diverged_above=1", "diverged_from=5"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("  diverged  ") == 2, done.stdout
+    done = subprocess.run([*words, "action=run", "init_from=nothing"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout.count("failed: ") == 2 and "nothing" in done.stdout, done.stdout
+
+
+def test_a_line_of_a_file_of_runs_is_words():
+    experiment = load_experiment("500m_magnitude", "tiny").part(1)
+    found = progress(experiment, experiment.cells(["data=files", "data.train='a b/*.txt'"]), "of runs")
+    for each in found:
+        assert shlex.split(launch.line_of(each)) == launch.words(each)
