@@ -348,7 +348,6 @@ def test_widths_keep_their_ratio_when_they_shrink():
         (lambda: load_experiment("1b").cells(["seed=4"]), "seed=4 cannot be given to all runs: seeds=N takes"),
         (lambda: load_experiment("1b").cells(["optim.lr=1"]), "optim.lr=1 cannot be given to all runs: points=N"),
     ],
-    ids=str,
 )  # fmt: skip
 def test_what_cannot_be(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
