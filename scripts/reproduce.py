@@ -55,7 +55,6 @@ def settings(words: list[str]) -> tuple[dict[str, Any], list[str], list[str]]:
     from muown_train.factory import is_number, whole
     from muown_train.mistakes import nearest
 
-    words = without_dashes(words)
     flags = [word for word in words if word.startswith("-")]
     words = [word for word in words if not word.startswith("-")]
     own, further = dict(DEFAULTS), []
@@ -149,7 +148,7 @@ def submit(experiment: "Experiment", found: "list[Found]", own: dict[str, Any], 
 
 
 def main() -> int:
-    words = sys.argv[1:]
+    words = without_dashes(sys.argv[1:])
     if not words or {"-h", "--help"} & set(words):
         from muown_train.paper.experiment import names
 
@@ -158,7 +157,7 @@ def main() -> int:
         return 0
     from muown_train.__main__ import explained
 
-    with explained():
+    with explained([word for word in words if not word.startswith("-")]):
         from muown_train.paper.experiment import load_experiment, names
         from muown_train.paper.progress import progress, summary
 
