@@ -19,10 +19,11 @@ from torch import Tensor
 from muown_train import hardware
 from muown_train.build import make_model
 from muown_train.checkpoint import Checkpoints, ModelState
+from muown_train.config import new_folder
 from muown_train.data.tokenizer import TOKENIZER, HubTokenizer
 from muown_train.distributed import World
 from muown_train.factory import ALLOWED
-from muown_train.files import replace
+from muown_train.files import replace, whole_folder
 from muown_train.models.language_model import LanguageModel
 from muown_train.saved_weights import OpenCheckpoint, open_checkpoint, to_stderr
 from muown_train.top_level import TopLevel, top_level
@@ -165,15 +166,13 @@ def write_run(
         origin: where the weights come from, in JSON: what manifest.json will hold.
 
     Raises:
-        ValueError: the folder exists and is not empty.
+        ValueError: see `new_folder`; or another process writes it.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} exists: give another folder, or remove it")
-    folder.mkdir(parents=True, exist_ok=True)
-    if tokenizer is not None:
-        replace(folder / TOKENIZER, tokenizer)
-    replace(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))).encode())
-    replace(folder / "manifest.json", (json.dumps(dict(origin), indent=1) + "\n").encode())
-    about = {"config": dict(config), "data": dict(data), "wandb_id": None}
-    here = World(0, 1, torch.device("cpu"))
-    Checkpoints(folder / "checkpoints", here, about=about).save(step, {"model": _Weights(weights)}, wait=True)
+    with whole_folder(folder, new_folder) as partial:
+        if tokenizer is not None:
+            replace(partial / TOKENIZER, tokenizer)
+        replace(partial / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))).encode())
+        replace(partial / "manifest.json", (json.dumps(dict(origin), indent=1) + "\n").encode())
+        about = {"config": dict(config), "data": dict(data), "wandb_id": None}
+        here = World(0, 1, torch.device("cpu"))
+        Checkpoints(partial / "checkpoints", here, about=about).save(step, {"model": _Weights(weights)}, wait=True)
