@@ -84,7 +84,7 @@ def _whole(path: Path, step: int | None, warn: Callable[[str], None]) -> Path:
             there = ", ".join(map(str, steps)) or "none"
             raise ValueError(f"{path} has no checkpoint of step {step}; there are {there}")
         found = [found[steps.index(step)]]
-    faults = []
+    faults: list[str] = []
     for checkpoint in found:
         try:
             fault = files.fault(checkpoint)
@@ -123,7 +123,7 @@ def _opened(checkpoint: Path) -> OpenCheckpoint:
                 raise Removed(checkpoint) from None
             except SafetensorError as error:
                 raise ValueError(f"{checkpoint / name} cannot be read: {error}") from None
-            for key in file.keys():  # noqa: SIM118, it is no mapping
+            for key in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118, it is no mapping
                 if key.startswith(_MODEL):
                     readers[key.removeprefix(_MODEL)] = partial(file.get_tensor, key)
     return OpenCheckpoint(checkpoint, index["step"], about["config"], data, readers)
