@@ -129,7 +129,7 @@ def run_of(opened: OpenCheckpoint) -> SavedRun:
     folder = opened.folder.parent.parent
     config = {**opened.config, "trust": []}
     try:
-        top = top_level(config, folder.resolve().name)  # `.` has a name too
+        top = top_level(config | {"name": None}, "run")  # whatever the folder is called now
     except (TypeError, ValueError) as error:  # a key that is missing, or cannot be
         raise ValueError(f"{opened.folder} has a configuration that cannot be used: {error}") from None
     return SavedRun(folder, opened.folder, opened.step, config, top, opened.data, opened)
