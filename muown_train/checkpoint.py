@@ -344,13 +344,16 @@ def read(checkpoint: Path) -> tuple[int, dict[str, Any]]:
     """Step and flat content of a whole checkpoint.
 
     Raises:
-        OSError: its files are not there any more.
+        OSError: another run, of which it is, has removed it meanwhile.
     """
-    index = json.loads((checkpoint / files.INDEX).read_text())
-    flat: dict[str, Any] = {}
-    for file in index["files"]:
-        path = checkpoint / file
-        flat |= json.loads(path.read_text()) if path.suffix == ".json" else load_file(path)
+    try:
+        index = json.loads((checkpoint / files.INDEX).read_text())
+        flat: dict[str, Any] = {}
+        for file in index["files"]:
+            path = checkpoint / file
+            flat |= json.loads(path.read_text()) if path.suffix == ".json" else load_file(path)
+    except FileNotFoundError as error:
+        raise OSError(f"{checkpoint}: the run has removed step {files.step_of(checkpoint):,} meanwhile") from error
     return index["step"], flat
 
 

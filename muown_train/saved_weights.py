@@ -31,6 +31,7 @@ class OpenCheckpoint:
     step: int
     config: dict[str, Any]  # of the run, resolved
     data: dict[str, Any]  # facts about the run's data
+    weights_alone: bool  # no state of a run, which could go on from it
     readers: dict[str, Callable[[], Tensor]]  # what reads each weight, by canonical name
 
     def weights(self) -> dict[str, Tensor]:
@@ -126,7 +127,7 @@ def _opened(checkpoint: Path) -> OpenCheckpoint:
             for key in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118, it is no mapping
                 if key.startswith(_MODEL):
                     readers[key.removeprefix(_MODEL)] = partial(file.get_tensor, key)
-    return OpenCheckpoint(checkpoint, index["step"], about["config"], data, readers)
+    return OpenCheckpoint(checkpoint, index["step"], about["config"], data, files.weights_alone(index), readers)
 
 
 def check_finite(name: str, weight: Tensor) -> Tensor:

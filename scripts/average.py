@@ -18,7 +18,7 @@ def main() -> None:
     parser.error = lambda message: leave(f"error: {message}; see --help", WRONG)  # type: ignore[method-assign]
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--steps", metavar="A,B,…", help="of the checkpoints to average (default: all there are)")
+    which.add_argument("--steps", metavar="A,B,…", help="of the checkpoints to average (default: all that are whole)")
     which.add_argument("--last", type=int, metavar="N", help="the newest N checkpoints")
     parser.add_argument("--ema", type=float, metavar="DECAY", help="exponential moving average in their order: "
                         "A = DECAY A + (1 - DECAY) W, beginning with the first (default: the mean)")  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 from filelock import FileLock
 
 from muown_train import checkpoint_files as files
+from muown_train.checkpoint import read
 from muown_train.distributed import World
 from muown_train.saved_run import open_run, write_run
 from tests.ranks import on_ranks
@@ -94,7 +95,7 @@ def test_what_is_written_is_read(run, tmp_path):
     folder = tmp_path / "doubled"
     write_run(folder, doubled, saved.config, saved.step, saved.data, saved.tokenizer().raw, {"made": "here"})
     again = open_run(folder)
-    assert again.step == saved.step
+    assert again.step == saved.step and again.opened.weights_alone and not saved.opened.weights_alone
     assert all(torch.equal(weight, doubled[name]) for name, weight in again.weights().items())
     assert again.tokenizer().fingerprint == saved.tokenizer().fingerprint
     assert json.loads((folder / "manifest.json").read_text()) == {"made": "here"}
@@ -161,6 +162,15 @@ def test_what_is_open_can_be_read_when_it_is_removed(run, tmp_path):
     assert weights.keys() == before.keys() and all(torch.equal(weights[name], before[name]) for name in before)
     ids = torch.arange(32)[None]
     assert torch.equal(saved.model()(ids), run.model.eval()(ids))
+
+
+def test_a_state_to_go_on_from_that_is_removed(run, tmp_path):
+    folder = copied(run, tmp_path / "run") / "checkpoints"
+    checkpoint = folder / "step-00000008"
+    assert read(checkpoint)[0] == 8
+    files.prune(folder, 1, None, False).join()
+    with pytest.raises(OSError, match=r"step-00000008: the run has removed step 8 meanwhile"):
+        read(checkpoint)
 
 
 @pytest.mark.parametrize(
