@@ -4,40 +4,55 @@ Averages of weights along a run are those of stochastic weight averaging (Izmail
 of Polyak; here they are taken afterwards, over the checkpoints that were kept.
 """
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from muown_train import checkpoint_files as files
-from muown_train.saved_weights import find_checkpoint, weight_readers
+from muown_train.saved_weights import OpenCheckpoint, check_finite, open_checkpoint, to_stderr
 
 
-def chosen(run: Path, steps: Sequence[int] | None = None, last: int | None = None) -> list[Path]:
+def chosen(
+    run: Path,
+    steps: Sequence[int] | None = None,
+    last: int | None = None,
+    warn: Callable[[str], None] = to_stderr,
+) -> list[OpenCheckpoint]:
     """Whole checkpoints of a run to average, in the order of their steps.
 
     Args:
         steps: theirs; by default of all there are.
         last: so many of the newest.
+        warn: called with a sentence for each damaged one that is left out; one that `steps` names is an error.
 
     Raises:
         ValueError: a checkpoint is not there or damaged, there are fewer than two, or fewer than `last`.
     """
-    there = [files.step_of(path) for path in files.newest_first(run / "checkpoints")][::-1]
-    if steps is None:
-        find_checkpoint(run)  # says what is wrong with a folder without any
-        steps = there[-last:] if last else there
-    if len(set(steps)) < max(2, last or 0):
+    there = [files.step_of(path) for path in files.newest_first(run / "checkpoints")]
+    if not there:
+        open_checkpoint(run)  # says what is wrong with a folder without any
+    needed = max(2, last or 0)
+    found: list[OpenCheckpoint] = []
+    for step in sorted(set(there if steps is None else steps), reverse=True):
+        if len(found) == last:
+            break
+        try:
+            found.append(open_checkpoint(run, step))
+        except ValueError as error:
+            if steps is not None:
+                raise
+            warn(f"{error}: it is left out")
+    if len(found) < needed:
         raise ValueError(
-            f"{run} has the checkpoints of {', '.join(map(str, there)) or 'no'} updates, and an average takes "
-            f"{max(2, last or 0)} or more: a run keeps those of every N updates with keep_every=N, and the newest "
-            "N with keep_checkpoints=N"
-            if len(there) < max(2, last or 0)
-            else f"--steps {','.join(map(str, steps))} must name two or more"
+            f"--steps {','.join(map(str, steps))} must name two or more"
+            if steps is not None
+            else f"{run} has the checkpoints of {', '.join(str(one.step) for one in found[::-1]) or 'no'} updates, and "
+            f"an average takes {needed} or more: a run keeps those of every N updates with keep_every=N, and the "
+            "newest N with keep_checkpoints=N"
         )
-    return [find_checkpoint(run, step) for step in sorted(set(steps))]
+    return found[::-1]
 
 
 def coefficients(count: int, decay: float | None = None) -> list[float]:
@@ -53,31 +68,29 @@ def coefficients(count: int, decay: float | None = None) -> list[float]:
 
 
 @torch.no_grad()
-def averaged(checkpoints: Sequence[Path], shares: Sequence[float]) -> dict[str, Tensor]:
+def averaged(checkpoints: Sequence[OpenCheckpoint], shares: Sequence[float]) -> dict[str, Tensor]:
     """The sum of weights, each times its share, taken in float64, one parameter at a time; in the dtype of the last.
 
     Args:
-        checkpoints: whole ones; shares: of each, as `coefficients` gives them.
+        shares: of each, as `coefficients` gives them.
 
     Raises:
-        ValueError: their parameters differ in names or shapes.
+        ValueError: their parameters differ in names or shapes, or are not finite.
     """
     result = {}
-    with ExitStack() as files_open:
-        readers = [weight_readers(checkpoint, files_open) for checkpoint in checkpoints]
-        for checkpoint, reader in zip(checkpoints, readers, strict=True):
-            if other := reader.keys() ^ readers[0].keys():
-                raise ValueError(f"{min(other)} is not in both {checkpoints[0]} and {checkpoint}: these are two models")
-        for name in readers[0]:
-            weights = [reader[name]() for reader in readers]
-            for checkpoint, weight in zip(checkpoints, weights, strict=True):
-                if weight.shape != weights[0].shape:
-                    raise ValueError(
-                        f"{name} has shape {tuple(weights[0].shape)} in {checkpoints[0]} and {tuple(weight.shape)} in "
-                        f"{checkpoint}: these are two models"
-                    )
-            total = torch.zeros(weights[0].shape, dtype=torch.float64)
-            for share, weight in zip(shares, weights, strict=True):
-                total.add_(weight.double(), alpha=share)
-            result[name] = total.to(weights[-1].dtype)
+    first = checkpoints[0]
+    for one in checkpoints:
+        if other := one.readers.keys() ^ first.readers.keys():
+            raise ValueError(f"{min(other)} is not in both {first.folder} and {one.folder}: these are two models")
+    for name in first.readers:
+        weights = [one.readers[name]() for one in checkpoints]
+        total = torch.zeros(weights[0].shape, dtype=torch.float64)
+        for one, share, weight in zip(checkpoints, shares, weights, strict=True):
+            if weight.shape != total.shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(total.shape)} in {first.folder} and {tuple(weight.shape)} in "
+                    f"{one.folder}: these are two models"
+                )
+            total.add_(check_finite(f"{one.folder}: {name}", weight).double(), alpha=share)
+        result[name] = total.to(weights[-1].dtype)
     return result

@@ -75,13 +75,22 @@ class ModelState:
     def state_dict(self) -> State:
         return {name: p.detach() for name, p in self.parameters.items()}
 
-    def load_state_dict(self, state: State, /) -> None:
+    def check(self, state: State) -> None:
+        """Refuse weights of another model.
+
+        Raises:
+            ValueError: naming one that differs in name or shape.
+        """
         _same_names("parameters", state, self.parameters)
         for name, p in self.parameters.items():
             if state[name].shape != p.shape:
                 raise ValueError(
                     f"{name} has shape {tuple(state[name].shape)} in the checkpoint, {tuple(p.shape)} in the model"
                 )
+
+    def load_state_dict(self, state: State, /) -> None:
+        self.check(state)
+        for name, p in self.parameters.items():
             p.data.copy_(state[name])
 
 
@@ -332,20 +341,36 @@ class Checkpoints:
 
 
 def read(checkpoint: Path) -> tuple[int, dict[str, Any]]:
-    """Step and flat content of a whole checkpoint."""
-    index = json.loads((checkpoint / files.INDEX).read_text())
-    flat: dict[str, Any] = {}
-    for file in index["files"]:
-        path = checkpoint / file
-        flat |= json.loads(path.read_text()) if path.suffix == ".json" else load_file(path)
+    """Step and flat content of a whole checkpoint.
+
+    Raises:
+        OSError: another run, of which it is, has removed it meanwhile.
+    """
+    try:
+        index = json.loads((checkpoint / files.INDEX).read_text())
+        flat: dict[str, Any] = {}
+        for file in index["files"]:
+            path = checkpoint / file
+            flat |= json.loads(path.read_text()) if path.suffix == ".json" else load_file(path)
+    except FileNotFoundError as error:
+        raise OSError(f"{checkpoint}: the run has removed step {files.step_of(checkpoint):,} meanwhile") from error
     return index["step"], flat
 
 
 def about_newest(folder: Path) -> dict[str, Any] | None:
-    """`about` of the newest checkpoint whose index can be read; None without one. Not collective."""
+    """`about` of the newest checkpoint whose index can be read; None without one. Not collective.
+
+    Raises:
+        ValueError: it holds weights alone, so that no run can go on from it.
+    """
     for path in files.newest_first(folder):
         index = files.read_index(path)
         if index is not None:
+            if files.weights_alone(index):
+                raise ValueError(
+                    f"{folder.parent} holds weights alone, as an average or an import does: to train on from them "
+                    f"give the run another name, and init_from={folder.parent}"
+                )
             about = index.get("about")
             return about if isinstance(about, dict) else {}
     return None

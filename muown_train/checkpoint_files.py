@@ -163,12 +163,24 @@ def read_index(folder: Path) -> dict[str, Any] | None:
     return index if isinstance(index, dict) else None
 
 
+def weights_alone(index: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint holds nothing but weights: of a run's the main rank wrote counters beside its tensors."""
+    try:
+        return bool(index["files"]["rank-00000.json"]["bytes"] == len("{}"))
+    except (KeyError, TypeError):
+        return False
+
+
 def complete(folder: Path) -> Iterator[dict[str, Any]]:
     """Indices of those checkpoints whose files are there with their sizes, newest first."""
     for path in newest_first(folder):
         index = read_index(path)
         try:
-            if index and all((path / name).stat().st_size == file["bytes"] for name, file in index["files"].items()):
+            if (
+                index
+                and not _misnamed(path, index["files"])
+                and all((path / name).stat().st_size == file["bytes"] for name, file in index["files"].items())
+            ):
                 yield {**index, "step": step_of(path)}
         except (OSError, KeyError, TypeError, AttributeError):
             continue
@@ -225,10 +237,10 @@ def fault(folder: Path) -> str | None:
         index = json.loads((folder / INDEX).read_text())
         if index["format"] != FORMAT:
             raise OtherFormat(f"{folder} has format {index['format']}, this version of the program reads {FORMAT}")
+        if misnamed := _misnamed(folder, index["files"]):
+            return misnamed
         for name, expected in index["files"].items():
             path = folder / name
-            if path.parent != folder:
-                return f"{INDEX} names {name}"
             if not path.exists():
                 return f"{name} is missing"
             if path.stat().st_size != expected["bytes"]:
@@ -238,4 +250,15 @@ def fault(folder: Path) -> str | None:
                     return f"{name} has another SHA-256 than when it was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{INDEX} cannot be used: {error}"
+    return None
+
+
+def _misnamed(folder: Path, named: Files) -> str | None:
+    """What is wrong with the names that an index lists: the two files of each rank, and all that lie there."""
+    ranks = max(1, (len(named) + 1) // 2)
+    wanted = {f"rank-{rank:05d}.{kind}" for rank in range(ranks) for kind in ("json", "safetensors")}
+    if odd := named.keys() - wanted:
+        return f"{INDEX} names {min(odd)}"
+    if missing := (wanted | {path.name for path in folder.glob("rank-*")}) - named.keys():
+        return f"{INDEX} does not name {min(missing)}"
     return None

@@ -137,6 +137,20 @@ def check_name(name: Any) -> str:
     return str(name)
 
 
+def new_folder(out: Path) -> None:
+    """Check that a script may write a run to its --out.
+
+    Raises:
+        ValueError: it is there already and not empty, or its name is none of a run.
+    """
+    try:
+        check_name(out.name)
+    except ValueError as error:
+        raise ValueError(f"{error}: give another folder with --out") from None
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        raise ValueError(f"{out} exists: give another folder with --out, or remove it")
+
+
 def run_folder(out: str, name: str) -> Path:
     """The folder of a run, OUT/NAME, there or not; nothing in it leads out of it, or files elsewhere would change.
 

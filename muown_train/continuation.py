@@ -9,7 +9,6 @@ to decay, and where and how the new run works: all that never goes into a run's 
 """
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -101,7 +100,7 @@ def multiplier(source: SavedRun, trust: list[str]) -> float:
     Raises:
         ValueError: it holds weights alone.
     """
-    if not any("trainer/step" in json.loads(path.read_text()) for path in source.checkpoint.glob("rank-*.json")):
+    if source.opened.weights_alone:
         raise ValueError(f"{source.checkpoint} holds weights alone, and no run's state that could be gone on from")
     top = dataclasses.replace(source.top, trust=trust)
     with torch.device("meta"):  # a budget may be given per parameter

@@ -1,7 +1,12 @@
 """Files that are whole or absent: what several parts of the program do to make them so."""
 
 import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 PARTIAL = ".partial"  # ends the names of files that are not complete
 
@@ -22,3 +27,46 @@ def replace(path: Path, content: bytes) -> None:
     sync(beside)
     os.replace(beside, path)
     sync(path.parent)
+
+
+@contextmanager
+def whole_folder(folder: Path, check: Callable[[Path], None]) -> Iterator[Path]:
+    """A folder to write to, beside its place, that takes it when the block ends well; its files are on the disk then.
+
+    What a process that was killed left is removed, or put back if it is what was there before.
+
+    Args:
+        check: called with `folder`, raises where it must not be replaced.
+
+    Raises:
+        ValueError: another process writes it.
+    """
+    place = Path(os.path.abspath(folder))  # `.` has a name too
+    place.parent.mkdir(parents=True, exist_ok=True)
+    partial, before, lock = (place.with_name(f".{place.name}.{kind}") for kind in ("partial", "before", "lock"))
+    try:
+        with FileLock(lock, timeout=0):
+            _put_back(before, place)
+            check(folder)
+            shutil.rmtree(before, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            try:
+                yield partial
+                for path in (*partial.rglob("*"), partial):
+                    sync(path)
+                if place.exists():
+                    place.rename(before)
+                partial.rename(place)
+                sync(place.parent)
+            finally:
+                _put_back(before, place)
+                shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(before, ignore_errors=True)
+    except Timeout:
+        raise ValueError(f"{folder} is being written by another process: wait for it, or give another --out") from None
+
+
+def _put_back(before: Path, place: Path) -> None:
+    if before.exists() and not place.exists():
+        before.rename(place)

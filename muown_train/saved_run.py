@@ -6,7 +6,7 @@ changed: the run may still be training. A folder made by `write_run` is read in 
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +19,13 @@ from torch import Tensor
 from muown_train import hardware
 from muown_train.build import make_model
 from muown_train.checkpoint import Checkpoints, ModelState
+from muown_train.config import new_folder
 from muown_train.data.tokenizer import TOKENIZER, HubTokenizer
 from muown_train.distributed import World
-from muown_train.files import replace
+from muown_train.factory import ALLOWED
+from muown_train.files import replace, whole_folder
 from muown_train.models.language_model import LanguageModel
-from muown_train.saved_weights import find_checkpoint, read_about, read_weights
+from muown_train.saved_weights import OpenCheckpoint, open_checkpoint, to_stderr
 from muown_train.top_level import TopLevel, top_level
 
 
@@ -37,16 +39,44 @@ class SavedRun:
     config: dict[str, Any]  # resolved, as the run was trained with it
     top: TopLevel  # its plain keys
     data: dict[str, Any]  # facts about its data
+    opened: OpenCheckpoint  # so that the run may remove its files
 
     def weights(self) -> dict[str, Tensor]:
         """Weights by canonical name, on the CPU, as they were saved."""
-        return read_weights(self.checkpoint)
+        return self.opened.weights()
+
+    def fitting_weights(self) -> dict[str, Tensor]:
+        """The same, of the names and shapes that the model of the configuration has.
+
+        Raises:
+            ValueError: they are of another model, or the configuration is of none.
+        """
+        weights = self.weights()
+        with torch.device("meta"):
+            shapes = ModelState(self._made())
+        try:
+            shapes.check(weights)
+        except ValueError as error:
+            raise ValueError(f"{self.checkpoint}: {error}") from None
+        return weights
 
     def model(self, device: torch.device | None = None) -> LanguageModel:
-        """The model with these weights, in evaluation mode, on `device` (the CPU)."""
-        model = make_model(self.config, self.top)
-        ModelState(model).load_state_dict(self.weights())
+        """The model with these weights, in evaluation mode, on `device` (the CPU).
+
+        Raises:
+            ValueError: see `fitting_weights`.
+        """
+        weights = self.fitting_weights()  # before memory is taken, of which a stranger's sizes may ask for any
+        model = self._made()
+        ModelState(model).load_state_dict(weights)
         return model.to(device).eval()
+
+    def _made(self) -> LanguageModel:
+        try:
+            return make_model(self.config, self.top)
+        except (TypeError, RuntimeError) as error:  # a setting that is missing, a size beyond the memory
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"{self.checkpoint} has a model that cannot be made: {reason}") from error
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """Forward passes in the run's precision, as on a device of this kind."""
@@ -72,23 +102,37 @@ class SavedRun:
             ) from error
 
 
-def open_run(path: str | Path, step: int | None = None) -> SavedRun:
+def open_run(path: str | Path, step: int | None = None, warn: Callable[[str], None] = to_stderr) -> SavedRun:
     """A checkpoint of a run.
 
     Args:
         path: the run's folder, or that of one checkpoint.
         step: after which update; by default of the newest checkpoint that is whole.
+        warn: called with a sentence for each damaged one that is passed over.
 
     Raises:
         ValueError: there is none, the one asked for is damaged, or its configuration cannot be used. A configuration
             may come from a stranger: it names what `factory.ALLOWED` lists, and nothing else.
     """
-    checkpoint = find_checkpoint(Path(path), step)
-    saved_step, about = read_about(checkpoint)
-    folder = checkpoint.parent.parent
-    config = {**about["config"], "trust": []}
-    top = top_level(config, folder.resolve().name)  # `.` has a name too
-    return SavedRun(folder, checkpoint, saved_step, config, top, about.get("data", {}))
+    return run_of(open_checkpoint(Path(path), step, warn))
+
+
+def run_of(opened: OpenCheckpoint) -> SavedRun:
+    """The run that a checkpoint is of.
+
+    Raises:
+        ValueError: its configuration cannot be used.
+    """
+    target = opened.config["model"]["_target_"]
+    if target in ALLOWED and not target.startswith("muown_train.models."):
+        raise ValueError(f"{opened.folder} has the configuration model._target_={target}, which is no model")
+    folder = opened.folder.parent.parent
+    config = {**opened.config, "trust": []}
+    try:
+        top = top_level(config | {"name": None}, "run")  # whatever the folder is called now
+    except (TypeError, ValueError) as error:  # a key that is missing, or cannot be
+        raise ValueError(f"{opened.folder} has a configuration that cannot be used: {error}") from None
+    return SavedRun(folder, opened.folder, opened.step, config, top, opened.data, opened)
 
 
 class _Weights:
@@ -122,15 +166,13 @@ def write_run(
         origin: where the weights come from, in JSON: what manifest.json will hold.
 
     Raises:
-        ValueError: the folder exists and is not empty.
+        ValueError: see `new_folder`; or another process writes it.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} exists: give another folder, or remove it")
-    folder.mkdir(parents=True, exist_ok=True)
-    if tokenizer is not None:
-        replace(folder / TOKENIZER, tokenizer)
-    replace(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))).encode())
-    replace(folder / "manifest.json", (json.dumps(dict(origin), indent=1) + "\n").encode())
-    about = {"config": dict(config), "data": dict(data), "wandb_id": None}
-    here = World(0, 1, torch.device("cpu"))
-    Checkpoints(folder / "checkpoints", here, about=about).save(step, {"model": _Weights(weights)}, wait=True)
+    with whole_folder(folder, new_folder) as partial:
+        if tokenizer is not None:
+            replace(partial / TOKENIZER, tokenizer)
+        replace(partial / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))).encode())
+        replace(partial / "manifest.json", (json.dumps(dict(origin), indent=1) + "\n").encode())
+        about = {"config": dict(config), "data": dict(data), "wandb_id": None}
+        here = World(0, 1, torch.device("cpu"))
+        Checkpoints(partial / "checkpoints", here, about=about).save(step, {"model": _Weights(weights)}, wait=True)

@@ -1,32 +1,81 @@
 """Weights of a checkpoint, found and read without making anything else of the run."""
 
 import json
+import sys
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from muown_train import checkpoint_files as files
 
 _MODEL = "model/"  # what the keys of weights in a checkpoint begin with
 _OPTIMIZER = "optimizer/"
+_TRIES = 5  # to open the newest checkpoint of a run that goes on removing them
 
 
-def find_checkpoint(path: Path, step: int | None = None) -> Path:
-    """The folder of a whole checkpoint.
+class Removed(ValueError):
+    """A checkpoint that was there and is not any more: the run keeps but its newest."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(f"{checkpoint}: the run has removed step {files.step_of(checkpoint):,} meanwhile")
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A whole checkpoint. Its weights can be read as long as this exists, whatever the run removes meanwhile."""
+
+    folder: Path
+    step: int
+    config: dict[str, Any]  # of the run, resolved
+    data: dict[str, Any]  # facts about the run's data
+    weights_alone: bool  # no state of a run, which could go on from it
+    readers: dict[str, Callable[[], Tensor]]  # what reads each weight, by canonical name
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights by canonical name, on the CPU, as they were saved."""
+        return {name: read() for name, read in self.readers.items()}
+
+
+def to_stderr(sentence: str) -> None:
+    """What is said of a checkpoint that is passed over."""
+    print(f"warning: {sentence}", file=sys.stderr, flush=True)
+
+
+def open_checkpoint(path: Path, step: int | None = None, warn: Callable[[str], None] = to_stderr) -> OpenCheckpoint:
+    """Find a whole checkpoint and open its weights; nothing else of it is read.
 
     Args:
         path: a run's folder, or that of one checkpoint.
         step: after which update; by default of the newest checkpoint that is whole.
+        warn: called with a sentence for each damaged one that is passed over.
 
     Raises:
-        ValueError: there is none, or the one asked for is damaged.
+        ValueError: there is none, the one asked for is damaged, or does not say what it is of; Removed: it was removed
+            while it was being read, and of a run without `step` the newest again and again.
     """
-    if (path / files.INDEX).exists() and files.newest_first(path.parent):
+    one = step is not None or _is_checkpoint(path)
+    tries = 1 if one else _TRIES
+    while True:
+        tries -= 1
+        try:
+            return _opened(_whole(path, step, warn))
+        except Removed:
+            if not tries:
+                raise
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / files.INDEX).exists() and path in files.newest_first(path.parent)
+
+
+def _whole(path: Path, step: int | None, warn: Callable[[str], None]) -> Path:
+    """The folder of the checkpoint that `open_checkpoint` is to open."""
+    if _is_checkpoint(path):
         found = [path]
     elif not path.is_dir():
         raise ValueError(f"there is no folder {path}: give that of a run, such as runs/NAME")
@@ -38,46 +87,60 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
             there = ", ".join(map(str, steps)) or "none"
             raise ValueError(f"{path} has no checkpoint of step {step}; there are {there}")
         found = [found[steps.index(step)]]
-    faults = []
+    faults: list[str] = []
     for checkpoint in found:
         try:
             fault = files.fault(checkpoint)
         except files.OtherFormat as error:
             raise ValueError(str(error)) from None
         if fault is None:
+            for passed_over in faults:
+                warn(f"{passed_over}; {checkpoint.name} is read instead")
             return checkpoint
+        if not checkpoint.exists():
+            raise Removed(checkpoint)
         faults.append(f"{checkpoint} is damaged: {fault}")
     raise ValueError("; ".join(faults) or f"{path} has no checkpoint: it is no run's folder, or has not saved yet")
 
 
-def read_about(checkpoint: Path) -> tuple[int, dict[str, Any]]:
-    """Step of a whole checkpoint, and what it says it is of: `config`, resolved, and `data`, facts.
-
-    Raises:
-        ValueError: it does not say so.
-    """
-    index = files.read_index(checkpoint) or {}
+def _opened(checkpoint: Path) -> OpenCheckpoint:
+    index = files.read_index(checkpoint)
+    if index is None:
+        raise Removed(checkpoint)  # it was whole just now
+    if index.get("step") != files.step_of(checkpoint):
+        raise ValueError(f"{checkpoint / files.INDEX} has step={index.get('step')!r}, which is not that of the folder")
     about = index.get("about")
     if not isinstance(about, dict) or not isinstance(about.get("config"), dict):
         raise ValueError(f"{checkpoint} does not say what it is a checkpoint of: it was written by an earlier version")
-    return index["step"], about
-
-
-def read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """The weights of a whole checkpoint by canonical name; nothing else of it is read."""
-    with ExitStack() as files_open:
-        return {name: read() for name, read in weight_readers(checkpoint, files_open).items()}
-
-
-def weight_readers(checkpoint: Path, files_open: ExitStack) -> dict[str, Callable[[], Tensor]]:
-    """What reads each weight of a whole checkpoint, by canonical name, until `files_open` is closed."""
+    model, data = about["config"].get("model"), about.get("data", {})
+    if not isinstance(model, dict) or not isinstance(model.get("_target_"), str):
+        raise ValueError(f"{checkpoint} has the configuration model={model!r}: it must be a mapping with a _target_")
+    if not isinstance(data, dict):
+        raise ValueError(f"{checkpoint} has data={data!r}: it must be a mapping")
     readers: dict[str, Callable[[], Tensor]] = {}
-    for path in sorted(checkpoint.glob("rank-*.safetensors")):
-        file = files_open.enter_context(safe_open(path, "pt"))
-        for key in file.keys():  # noqa: SIM118, it is no mapping
-            if key.startswith(_MODEL):
-                readers[key.removeprefix(_MODEL)] = partial(file.get_tensor, key)
-    return readers
+    for name in sorted(index["files"]):
+        if name.endswith(".safetensors"):
+            try:
+                file = safe_open(checkpoint / name, "pt")
+            except FileNotFoundError:
+                raise Removed(checkpoint) from None
+            except SafetensorError as error:
+                raise ValueError(f"{checkpoint / name} cannot be read: {error}") from None
+            for key in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118, it is no mapping
+                if key.startswith(_MODEL):
+                    readers[key.removeprefix(_MODEL)] = partial(file.get_tensor, key)
+    return OpenCheckpoint(checkpoint, index["step"], about["config"], data, files.weights_alone(index), readers)
+
+
+def check_finite(name: str, weight: Tensor) -> Tensor:
+    """The weight itself.
+
+    Raises:
+        ValueError: it holds NaN or infinity.
+    """
+    if not weight.isfinite().all():
+        raise ValueError(f"{name} holds numbers that are not finite: the model has diverged, or was damaged")
+    return weight
 
 
 def read_optimizer_state(checkpoint: Path, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:

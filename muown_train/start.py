@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muown_train import saved_weights
 from muown_train.checkpoint import ModelState
 from muown_train.factory import all_settings
 from muown_train.hf.folder import is_folder, read_folder
 from muown_train.models.language_model import LanguageModel
 from muown_train.optim import parameter_roles
+from muown_train.saved_weights import open_checkpoint
 
 # settings of a model that its function, on rows that both can take, does not depend on
 _MAY_DIFFER = ("vocab_size", "seq_len", "checkpointed", "init_std")
@@ -97,10 +97,8 @@ def read_start(path: str) -> Start:
             theirs = read_folder(place)
             facts = {"path": path, "step": theirs.origin.get("step"), "padded": 0}
             return Start(path, theirs.model, theirs.weights, theirs.tokenizer_hash, facts)
-        checkpoint = saved_weights.find_checkpoint(place)
-        step, about = saved_weights.read_about(checkpoint)
+        opened = open_checkpoint(place)
     except ValueError as error:
         raise ValueError(f"init_from={path}: {error}") from None
-    facts = {"path": path, "step": step, "padded": 0}
-    tokenizer_hash = about.get("data", {}).get("tokenizer_hash")
-    return Start(path, about["config"]["model"], saved_weights.read_weights(checkpoint), tokenizer_hash, facts)
+    facts = {"path": path, "step": opened.step, "padded": 0}
+    return Start(path, opened.config["model"], opened.weights(), opened.data.get("tokenizer_hash"), facts)

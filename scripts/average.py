@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from muown_train.__main__ import WRONG, explained, leave
-from muown_train.config import check_name
+from muown_train.config import new_folder
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
     parser.error = lambda message: leave(f"error: {message}; see --help", WRONG)  # type: ignore[method-assign]
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--steps", metavar="A,B,…", help="of the checkpoints to average (default: all there are)")
+    which.add_argument("--steps", metavar="A,B,…", help="of the checkpoints to average (default: all that are whole)")
     which.add_argument("--last", type=int, metavar="N", help="the newest N checkpoints")
     parser.add_argument("--ema", type=float, metavar="DECAY", help="exponential moving average in their order: "
                         "A = DECAY A + (1 - DECAY) W, beginning with the first (default: the mean)")  # fmt: skip
@@ -38,22 +38,21 @@ def main() -> None:
     with explained([]):
         named = run if run.name not in ("", "..") else run.resolve()  # `.` has a name too
         out = arguments.out or named.with_name(f"{named.name}-{'average' if decay is None else f'ema={decay:g}'}")
-        check_name(out.name)
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ValueError(f"{out} exists: give another folder with --out, or remove it")
+        new_folder(out)
+        if run.resolve() in out.resolve().parents:
+            raise ValueError(f"{out} is in the run's own folder: give one beside it with --out")
 
         from muown_train.averaging import averaged, chosen, coefficients
-        from muown_train.checkpoint_files import step_of
-        from muown_train.saved_run import open_run, write_run
+        from muown_train.saved_run import run_of, write_run
 
         checkpoints = chosen(run, steps, arguments.last)
         shares = coefficients(len(checkpoints), decay)
-        saved = open_run(checkpoints[-1])
+        saved = run_of(checkpoints[-1])
         try:
             tokenizer = saved.tokenizer().raw
         except ValueError:  # random data have none
             tokenizer = None
-        taken = [step_of(checkpoint) for checkpoint in checkpoints]
+        taken = [checkpoint.step for checkpoint in checkpoints]
         for step, share in zip(taken, shares, strict=True):
             print(f"step {step:>{len(str(taken[-1]))}}  {share:.4f}")
         weights = averaged(checkpoints, shares)

@@ -1,7 +1,8 @@
 """Write a run's model as Hugging Face's transformers load it: `python scripts/export_hf.py runs/NAME`.
 
 The folder, RUN/hf by default, holds weights (safetensors), configuration, tokenizer and a model card with the run's
-facts; AutoModelForCausalLM and AutoTokenizer load it. Of an earlier export there nothing stays.
+facts; AutoModelForCausalLM and AutoTokenizer load it. An earlier export there is replaced; a folder with any other file
+is refused.
 """
 
 import argparse

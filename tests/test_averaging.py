@@ -45,7 +45,7 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 def test_the_mean(run):
     checkpoints = chosen(run)
-    assert [path.name for path in checkpoints] == ["step-00000004", "step-00000008", "step-00000012"]
+    assert [one.folder.name for one in checkpoints] == ["step-00000004", "step-00000008", "step-00000012"]
     result = averaged(checkpoints, coefficients(3))
     parts = [weights(run, step) for step in (4, 8, 12)]
     assert result.keys() == parts[0].keys()
@@ -101,14 +101,44 @@ def test_two_models_do_not_mix(run, tmp_path):
         averaged(chosen(names), coefficients(2))
 
 
-def test_a_damaged_checkpoint_is_not_averaged(run, tmp_path):
+def test_a_damaged_checkpoint_is_left_out_and_named(run, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
     file = folder / "checkpoints" / "step-00000008" / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="step-00000008 is damaged"):
-        chosen(folder)
-    assert len(chosen(folder, [4, 12])) == 2
+    assert called(monkeypatch, str(folder)) is None
+    assert capsys.readouterr().err.count("step-00000008 is damaged: rank-00000.safetensors has ") == 1
+    torch.testing.assert_close(open_run(tmp_path / "run-average").weights(), averaged(chosen(run, [4, 12]), [0.5, 0.5]))
+    assert [one.step for one in chosen(folder, last=2)] == [4, 12]
+    with pytest.raises(ValueError, match=r"step-00000008 is damaged"):
+        chosen(folder, [4, 8])
+    with pytest.raises(ValueError, match=r"has the checkpoints of 4, 12 updates, and an average takes 3 or more"):
+        chosen(folder, last=3)
+
+
+def test_what_is_removed_meanwhile_is_averaged(run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    checkpoints = chosen(folder)
+    shutil.rmtree(folder)
+    expected = averaged(chosen(run), coefficients(3))
+    torch.testing.assert_close(averaged(checkpoints, coefficients(3)), expected, rtol=0, atol=0)
+
+
+def test_weights_that_are_not_finite_are_not_averaged(run, tmp_path):
+    bad = written(run, tmp_path / "bad", {1: {"w": torch.zeros(2)}, 2: {"w": torch.tensor([1.0, float("nan")])}})
+    with pytest.raises(ValueError, match=r"step-00000002: w holds numbers that are not finite"):
+        averaged(chosen(bad), coefficients(2))
+
+
+def test_a_run_of_another_name_needs_out(run, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "a rün"
+    shutil.copytree(run, folder)
+    assert called(monkeypatch, str(folder)) == 2
+    said = capsys.readouterr().err
+    assert "name='a rün-average' must be" in said and said.endswith("give another folder with --out\n")
+    assert called(monkeypatch, str(folder), "--out", str(tmp_path / "plain")) is None
+    assert open_run(tmp_path / "plain").step == 12
 
 
 def test_the_command_writes_a_run(run, tmp_path, monkeypatch):
@@ -143,6 +173,8 @@ def test_the_command_writes_a_run(run, tmp_path, monkeypatch):
         (["run", "--ema", "1"], "--ema 1 must be at least 0 and below 1"),
         (["run", "--out", "run"], "run exists: give another folder with --out, or remove it"),
         (["run", "--out", "a name"], "name='a name' must be a plain folder name"),
+        (["run", "--out", "run/checkpoints/mine"], "run/checkpoints/mine is in the run's own folder: give one beside"),
+        (["run", "--out", "run/mine"], "run/mine is in the run's own folder"),
         (["one"], "has the checkpoints of 12 updates, and an average takes 2 or more: a run keeps"),
     ],
     ids=str,

@@ -1,11 +1,15 @@
 """Runs read by others: any checkpoint, written by any number of ranks, without touching the run."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
+from muown_train import checkpoint_files as files
+from muown_train.checkpoint import read
 from muown_train.distributed import World
 from muown_train.saved_run import open_run, write_run
 from tests.ranks import on_ranks
@@ -55,12 +59,16 @@ def test_of_two_ranks(corpus, tmp_path):
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_left(corpus, tmp_path):
+def test_a_damaged_checkpoint_is_passed_over_and_left(corpus, tmp_path, capsys):
     run = trained(corpus, tmp_path)
     newest = open_run(run.folder).checkpoint
     file = newest / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
+    capsys.readouterr()
     assert open_run(run.folder).step == 8
+    said = capsys.readouterr()
+    assert "step-00000012 is damaged: rank-00000.safetensors has" in said.err and not said.out
+    assert said.err.endswith("step-00000008 is read instead\n") and said.err.count("\n") == 1
     with pytest.raises(ValueError, match=r"step-00000012 is damaged: rank-00000.safetensors has \d+ bytes"):
         open_run(run.folder, step=12)
     assert newest.exists()
@@ -87,9 +95,176 @@ def test_what_is_written_is_read(run, tmp_path):
     folder = tmp_path / "doubled"
     write_run(folder, doubled, saved.config, saved.step, saved.data, saved.tokenizer().raw, {"made": "here"})
     again = open_run(folder)
-    assert again.step == saved.step
+    assert again.step == saved.step and again.opened.weights_alone and not saved.opened.weights_alone
     assert all(torch.equal(weight, doubled[name]) for name, weight in again.weights().items())
     assert again.tokenizer().fingerprint == saved.tokenizer().fingerprint
     assert json.loads((folder / "manifest.json").read_text()) == {"made": "here"}
     with pytest.raises(ValueError, match="doubled exists"):
         write_run(folder, doubled, saved.config, 1, saved.data, None, {})
+
+
+def copied(run, folder: Path) -> Path:
+    """A run's folder that may be changed."""
+    shutil.copytree(run.folder / "checkpoints", folder / "checkpoints")
+    return folder
+
+
+class Training:
+    """A run that goes on while others read it: as often as told, it saves and removes the newest of its checkpoints.
+
+    Args:
+        first: before the files are checked, or after it.
+    """
+
+    def __init__(self, monkeypatch, times: int, first: bool) -> None:
+        self.left, self.first, self.checked = times, first, files.fault
+        monkeypatch.setattr(files, "fault", self.fault)
+
+    def fault(self, checkpoint: Path) -> str | None:
+        found = None if self.first else self.checked(checkpoint)
+        if self.left:
+            self.left -= 1
+            self.goes_on(checkpoint.parent)
+        return self.checked(checkpoint) if self.first else found
+
+    def goes_on(self, folder: Path) -> None:
+        newest = files.newest_first(folder)[0]
+        later = newest.with_name(f"step-{files.step_of(newest) + 1:08d}")
+        shutil.copytree(newest, later)
+        index = json.loads((later / "index.json").read_text()) | {"step": files.step_of(later)}
+        (later / "index.json").write_text(json.dumps(index))
+        files.prune(folder, 1, None, False).join()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_that_removes_its_newest_meanwhile(run, tmp_path, monkeypatch, capsys, first):
+    folder = copied(run, tmp_path / "run")
+    Training(monkeypatch, 2, first)
+    saved = open_run(folder)
+    assert saved.step == 14 and files.newest_first(folder / "checkpoints") == [saved.checkpoint]
+    assert not capsys.readouterr().err  # nothing is damaged
+    Training(monkeypatch, 1, first)
+    with pytest.raises(ValueError, match=r"step-00000014: the run has removed step 14 meanwhile"):
+        open_run(folder, step=14)
+    Training(monkeypatch, 1, first)
+    with pytest.raises(ValueError, match=r"step-00000015: the run has removed step 15 meanwhile"):
+        open_run(files.newest_first(folder / "checkpoints")[0])
+    Training(monkeypatch, 1000, first)
+    with pytest.raises(ValueError, match=r"the run has removed step 20 meanwhile"):
+        open_run(folder)
+
+
+def test_what_is_open_can_be_read_when_it_is_removed(run, tmp_path):
+    folder = copied(run, tmp_path / "run")
+    saved, before = open_run(folder), open_run(run.folder).weights()
+    shutil.rmtree(folder)
+    weights = saved.weights()
+    assert weights.keys() == before.keys() and all(torch.equal(weights[name], before[name]) for name in before)
+    ids = torch.arange(32)[None]
+    assert torch.equal(saved.model()(ids), run.model.eval()(ids))
+
+
+def test_a_state_to_go_on_from_that_is_removed(run, tmp_path):
+    folder = copied(run, tmp_path / "run") / "checkpoints"
+    checkpoint = folder / "step-00000008"
+    assert read(checkpoint)[0] == 8
+    files.prune(folder, 1, None, False).join()
+    with pytest.raises(OSError, match=r"step-00000008: the run has removed step 8 meanwhile"):
+        read(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda named: named.clear(), "does not name rank-00000.json"),
+        (lambda named: named.pop("rank-00000.safetensors"), "does not name rank-00000.safetensors"),
+        (lambda named: named.update({"../x": {}}), r"names \.\./x"),
+        (lambda named: named.update({"rank-00001.json": named["rank-00000.json"]}), "name rank-00001.safetensors"),
+    ],
+)
+def test_an_index_that_does_not_list_its_files_is_damage(run, tmp_path, change, says):
+    folder = copied(run, tmp_path / "run")
+    file = folder / "checkpoints" / "step-00000012" / "index.json"
+    index = json.loads(file.read_text())
+    change(index["files"])
+    file.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"step-00000012 is damaged: index.json .*{says}"):
+        open_run(folder, step=12)
+    assert [index["step"] for index in files.complete(folder / "checkpoints")] == [8]
+
+
+def test_a_rank_that_the_index_does_not_list_is_damage(run, tmp_path):
+    folder = copied(run, tmp_path / "run")
+    (folder / "checkpoints" / "step-00000012" / "rank-00001.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"is damaged: index.json does not name rank-00001.safetensors"):
+        open_run(folder, step=12)
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda index: index.pop("step"), "index.json has step=None, which is not that of the folder"),
+        (lambda index: index.update(step=8), "index.json has step=8, which is not that of the folder"),
+        (lambda index: index.update(step="12"), "index.json has step='12', which is not"),
+        (lambda index: index.pop("about"), "does not say what it is a checkpoint of"),
+        (lambda index: index["about"].update(data=[1]), r"has data=\[1\]: it must be a mapping"),
+        (lambda index: index["about"]["config"].pop("model"), "model=None: it must be a mapping with a _target_"),
+        (lambda index: index["about"]["config"].update(model=3), "model=3: it must be a mapping with a _target_"),
+        (lambda index: index["about"]["config"]["model"].pop("_target_"), "it must be a mapping with a _target_"),
+        (lambda index: index["about"]["config"]["model"].update(_target_=5), "it must be a mapping with a _target_"),
+        (
+            lambda index: index["about"]["config"]["model"].update(_target_="torch.optim.AdamW"),
+            "model._target_=torch.optim.AdamW, which is no model",
+        ),
+        (lambda index: index["about"]["config"].pop("out"), "configuration that cannot be used: .*'out'"),
+        (
+            lambda index: index["about"]["config"]["model"].pop("vocab_size"),
+            "model that cannot be made: .*'vocab_size'",
+        ),
+        (lambda index: index["about"]["config"]["model"].update(vocab_size=10**18), "model that cannot be made"),
+        (
+            lambda index: index["about"]["config"]["model"].update(vocab_size=10**12),
+            r"step-00000012: embedding.weight has",
+        ),
+        (lambda index: index["about"]["config"]["model"].update(seq_len=10**13), "model that cannot be made: .*memory"),
+    ],
+)
+def test_a_strangers_odd_index_is_one_sentence(run, tmp_path, change, says):
+    folder = copied(run, tmp_path / "run")
+    file = folder / "checkpoints" / "step-00000012" / "index.json"
+    index = json.loads(file.read_text())
+    change(index)
+    file.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=says):
+        open_run(folder).model()
+
+
+def test_a_folder_is_written_whole_or_not_at_all(run, tmp_path, monkeypatch):
+    saved, folder = open_run(run.folder), tmp_path / "new"
+    words = (saved.weights(), saved.config, 1, saved.data, None, {})
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "write_rank", full)
+        with pytest.raises(OSError, match="No space left"):
+            write_run(folder, *words)
+    assert [path.name for path in tmp_path.iterdir()] == [".new.lock"]
+    (tmp_path / ".new.partial").mkdir()  # of one that was killed
+    (tmp_path / ".new.partial" / "config.yaml").touch()
+    write_run(folder, *words)
+    assert open_run(folder).step == 1 and sorted(path.name for path in folder.iterdir())[0] == "checkpoints"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".new.lock", "new"]
+    with FileLock(tmp_path / ".other.lock"), pytest.raises(ValueError, match="other is being written by another proc"):
+        write_run(tmp_path / "other", *words)
+
+
+def test_weights_alone_are_not_trained_on(corpus, run, tmp_path):
+    saved = open_run(run.folder)
+    write_run(tmp_path / "run", saved.weights(), saved.config, 12, saved.data, saved.tokenizer().raw, {})
+    before = snapshot(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"run holds weights alone, .* another name, and init_from=.*/run"):
+        trained(corpus, tmp_path)
+    assert snapshot(tmp_path / "run") == before
+    assert trained(corpus, tmp_path, "name=on", f"init_from={tmp_path}/run").trainer.step == 12

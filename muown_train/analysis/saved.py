@@ -16,7 +16,7 @@ from muown_train.distributed import World
 from muown_train.files import replace
 from muown_train.records import encoded, read_metrics
 from muown_train.saved_run import SavedRun, open_run
-from muown_train.saved_weights import find_checkpoint, read_optimizer_state, read_rest
+from muown_train.saved_weights import open_checkpoint, read_optimizer_state, read_rest
 from muown_train.scoring import own_validation
 
 FOLDER = "analysis"  # in a run's folder, where training looks at nothing
@@ -74,8 +74,8 @@ def chosen(run: Path, steps: Sequence[int] | None, every: bool) -> list[SavedRun
         ValueError: one is not there or damaged.
     """
     if steps is None and every:
-        find_checkpoint(run)  # says what is wrong with a folder without any
-        steps = [int(path.name[5:]) for path in files.newest_first(run / "checkpoints")]
+        open_checkpoint(run)  # says what is wrong with a folder without any
+        steps = [files.step_of(path) for path in files.newest_first(run / "checkpoints")]
     return [open_run(run)] if not steps else [open_run(run, step) for step in sorted(set(steps))]
 
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from muown_train.factory import is_number
 from muown_train.records import read_metrics
 from muown_train.saved_run import SavedRun
 
@@ -38,11 +39,17 @@ def card(saved: SavedRun, facts: Mapping[str, Any], settings: Mapping[str, Any])
         manifest = json.loads((saved.folder / "manifest.json").read_text())
     except (OSError, ValueError):  # who copied a run may have left it
         manifest = {}
+    try:
+        training = list(_training(saved, manifest))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{saved.folder}: manifest.json or metrics.jsonl holds what no run writes ({error})"
+        ) from error
     rows = [
         ("architecture", f"{facts['architecture']}, {_sizes(settings)}"),
         ("parameters", f"{facts['parameters']:,}"),
         ("vocabulary", f"{facts['vocabulary']:,}" + f", {facts['cut']} padded rows cut off" * bool(facts["cut"])),
-        *_training(saved, manifest),
+        *training,
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     made = f"imported from {_inline(manifest['imported'])}" if "imported" in manifest else "trained by muown_train"
@@ -63,6 +70,10 @@ def _training(saved: SavedRun, manifest: Mapping[str, Any]) -> Iterator[tuple[st
     if saved.step and "settings" in manifest:
         done = f"{saved.step:,} of {manifest['settings']['steps']:,} updates of {top.batch_tokens:,}"
         yield "training", f"{saved.step * top.batch_tokens:,} tokens: {done}, rows of {top.seq_len:,}"
+    if average := manifest.get("average_of"):
+        yield "average of", _inline(f"{average['run']}, updates {', '.join(map(str, average['steps']))}")
+    if origin := manifest.get("origin"):
+        yield "went on from", _inline(f"{origin['checkpoint']}, update {origin['step']}")
     if started := manifest.get("init_from"):
         yield "started from", _inline(f"{started['path']}, update {started['step']}")
     if "data" in data:
@@ -76,7 +87,9 @@ def _training(saved: SavedRun, manifest: Mapping[str, Any]) -> Iterator[tuple[st
     if found := _validation(saved):
         step, loss, count = found
         when = "" if step == saved.step else f", of update {step:,}"
-        yield "validation loss", f"{loss:.4f} (perplexity {math.exp(loss):.2f}) on {count} held-out tokens{when}"
+        # above, as of a run that has diverged, it says no more than the loss
+        perplexity = f" (perplexity {math.exp(loss):.2f})" if loss < 20 else ""
+        yield "validation loss", f"{loss:.4f}{perplexity} on {count} held-out tokens{when}"
     if manifest.get("git_commit"):
         yield "code", f"muown_train {_inline(manifest['git_commit'])}"
 
@@ -96,7 +109,7 @@ def _validation(saved: SavedRun) -> tuple[int, float, str] | None:
     path = saved.folder / "metrics.jsonl"
     lines = read_metrics(path) if path.exists() else []
     known = [line for line in lines if "valid/loss" in line and line["step"] <= saved.step]
-    if not known or not math.isfinite(known[-1]["valid/loss"]):
+    if not known or not is_number(known[-1]["valid/loss"]):
         return None
     held_out = saved.data.get("held_out_tokens")
     return known[-1]["step"], known[-1]["valid/loss"], f"{held_out:,}" if held_out else "the"

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from muown_train.factory import is_number
+
 ORIGIN = "muown_train.json"  # in an export: what was exported; marks a folder as ours
 
 
@@ -33,14 +35,28 @@ def size(config: Mapping[str, Any], key: str) -> int:
     return value
 
 
+def positive(config: Mapping[str, Any], key: str, default: float) -> float:
+    """A positive number of config.json.
+
+    Raises:
+        ValueError: it is there, and none.
+    """
+    value = config.get(key, default)
+    if not is_number(value) or value <= 0:
+        raise ValueError(f"config.json has {key}={value!r}: it must be a positive number")
+    return float(value)
+
+
 def rope_base(config: Mapping[str, Any], default: float = 10_000.0) -> float:
     """Base of the rotation: `rope_theta`, in `rope_parameters` since transformers 5.
 
     Raises:
-        ValueError: the rotation is a scaled or partial one.
+        ValueError: the rotation is a scaled or partial one, or its base no positive number.
     """
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"config.json rotates by {parameters!r}: it must be a mapping")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind != "default" or parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
         raise ValueError(f"config.json rotates by {parameters!r}: only the plain rotation (rope_type 'default') fits")
-    return float(parameters.get("rope_theta", config.get("rope_theta", default)))
+    return positive({**config, **parameters}, "rope_theta", default)

@@ -1,24 +1,31 @@
 """A checkpoint as a folder that `transformers` loads. Written without transformers: JSON and safetensors."""
 
 import json
-import shutil
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from muown_train.data.tokenizer import TOKENIZER, HubTokenizer
 from muown_train.factory import all_settings
-from muown_train.files import PARTIAL, sync
+from muown_train.files import whole_folder
 from muown_train.hf import layouts
 from muown_train.hf.card import card
 from muown_train.hf.common import ORIGIN
 from muown_train.saved_run import SavedRun
+from muown_train.saved_weights import check_finite
 
 WEIGHTS = "model.safetensors"
+_NAMES = {  # of all that an export writes
+    *(ORIGIN, WEIGHTS, TOKENIZER),
+    *("config.json", "generation_config.json", "tokenizer_config.json", "README.md"),
+}
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")  # a row for each token
 
 
@@ -35,17 +42,26 @@ def export(saved: SavedRun, out: Path, dtype: torch.dtype = torch.float32) -> di
         What is said of it: `architecture`, `parameters`, `vocabulary`, `cut` rows, `bytes` of weights.
 
     Raises:
-        ValueError: transformers has no such model, the run has no tokenizer, or `out` is something else.
+        ValueError: transformers has no such model, the run has no tokenizer, its weights do not fit its model or are
+            not finite, or `out` is something else or being written by another process.
     """
     layout = layouts.of_target(saved.config["model"]["_target_"])
-    settings = all_settings(saved.config["model"], "model")
+    with whole_folder(out, replaceable) as partial:
+        return _exported(saved, partial, dtype, layout)
+
+
+def _exported(saved: SavedRun, folder: Path, dtype: torch.dtype, layout: layouts.Layout) -> dict[str, Any]:
+    """The work of `export`, to an empty folder."""
     tokenizer = saved.tokenizer()
-    replaceable(out)
-    weights = layout.exported(saved.weights())
+    weights = layout.exported(saved.fitting_weights())
+    settings = all_settings(saved.config["model"], "model")
     for name in weights:
         if name in _VOCABULARY:
             weights[name] = weights[name][: tokenizer.size]
-    weights = {name: weight.to(dtype).contiguous() for name, weight in weights.items()}
+    try:
+        weights = {name: check_finite(name, weight.to(dtype)).contiguous() for name, weight in weights.items()}
+    except ValueError as error:
+        raise ValueError(f"{saved.checkpoint}: {error}") from None
     facts = {
         "architecture": layout.ARCHITECTURE,
         "parameters": sum(weight.numel() for weight in weights.values()),
@@ -64,7 +80,7 @@ def export(saved: SavedRun, out: Path, dtype: torch.dtype = torch.float32) -> di
         **_tokenizer_files(tokenizer, settings["seq_len"]),
         "README.md": card(saved, facts, settings),
     }
-    _publish(out, origin, texts, weights)
+    _write(folder, origin, texts, weights)
     return facts
 
 
@@ -72,12 +88,14 @@ def replaceable(out: Path) -> None:
     """Check that an export may be put there.
 
     Raises:
-        ValueError: it exists and is no earlier export.
+        ValueError: it exists and is no earlier export, or holds what no export writes.
     """
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise ValueError(f"{out} is no folder: give another --out")
     if out.exists() and any(out.iterdir()) and not (out / ORIGIN).exists():
         raise ValueError(f"{out} exists and is no earlier export (it has no {ORIGIN}): give another --out")
+    if out.exists() and (others := {path.name for path in out.iterdir()} - _NAMES):
+        raise ValueError(f"{out} holds {min(others)} besides an earlier export: move it, or give another --out")
 
 
 def _tokenizer_files(tokenizer: HubTokenizer, longest: int) -> dict[str, str]:
@@ -96,28 +114,17 @@ def _tokenizer_files(tokenizer: HubTokenizer, longest: int) -> dict[str, str]:
     return {TOKENIZER: described, "tokenizer_config.json": _json(settings)}
 
 
-def _publish(out: Path, origin: Mapping[str, Any], texts: Mapping[str, str], weights: dict[str, Tensor]) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial, replaced = out.with_name(out.name + PARTIAL), out.with_name(out.name + ".replaced")
-    for leftover in (partial, replaced):  # of an export that was killed
-        replaceable(leftover)
-        shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir()
+def _write(folder: Path, origin: Mapping[str, Any], texts: Mapping[str, str], weights: dict[str, Tensor]) -> None:
+    for name, text in {ORIGIN: _json(origin), **texts}.items():
+        (folder / name).write_text(text, encoding="utf-8")
     try:
-        (partial / ORIGIN).write_text(_json(origin))  # first, so that a leftover is known as ours
-        for name, text in texts.items():
-            (partial / name).write_text(text, encoding="utf-8")
-        save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
-        (partial / WEIGHTS).chmod((partial / ORIGIN).stat().st_mode)  # safetensors leaves it to its owner alone
-        for path in (*partial.iterdir(), partial):
-            sync(path)
-        if out.exists():
-            out.rename(replaced)
-        partial.rename(out)
-        sync(out.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(replaced, ignore_errors=True)
+        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    except SafetensorError as error:  # "Error while serializing: I/O error: No space left on device (os error 28)"
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder / WEIGHTS)) from error
+    (folder / WEIGHTS).chmod((folder / ORIGIN).stat().st_mode)  # safetensors leaves it to its owner alone
 
 
 def _json(content: Mapping[str, Any]) -> str:

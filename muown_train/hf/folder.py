@@ -1,6 +1,8 @@
 """A folder of `transformers` as weights and settings of ours, or a sentence on what does not fit."""
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from muown_train.checkpoint import ModelState
 from muown_train.data.tokenizer import TOKENIZER, fingerprint_of
+from muown_train.factory import factory, whole
 from muown_train.hf import layouts
 from muown_train.hf.common import ORIGIN
+from muown_train.models.language_model import LanguageModel
+from muown_train.saved_weights import check_finite
+
+_IGNORED = re.compile(r"^lm_head\.weight$|\.rotary_emb\.inv_freq$")  # tied; a constant that old versions stored
 
 
 @dataclass(frozen=True)
@@ -41,19 +49,44 @@ def read_folder(path: Path) -> Folder:
         raise ValueError(f"{path} has no config.json: give a folder of save_pretrained or scripts/export_hf.py")
     try:
         config = _object(path / "config.json")
+        if config.get("quantization_config") is not None:
+            raise ValueError("config.json has a quantization_config: quantised weights are not read")
         layout = layouts.of_config(config)
-        settings = layout.settings(config)
-        weights = layout.imported(_weights(path), settings)
-    except KeyError as error:
-        raise ValueError(f"{path}: there is no weight {error.args[0]} in model*.safetensors") from None
+        model = {"_target_": layout.TARGET, **layout.settings(config)}
+        weights = layout.imported(_fitting(_weights(path), model, layout), model)
+        origin = _object(path / ORIGIN) if (path / ORIGIN).exists() else {}
+        if "step" in origin:
+            origin["step"] = whole(f"{ORIGIN}: step", origin["step"], 0)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     tokenizer = (path / TOKENIZER).read_bytes() if (path / TOKENIZER).exists() else None
-    origin = _object(path / ORIGIN) if (path / ORIGIN).exists() else {}
     found = fingerprint_of(tokenizer) if tokenizer else None
-    return Folder(
-        {"_target_": layout.TARGET, **settings}, weights, tokenizer, origin.get("tokenizer_hash", found), origin
-    )
+    return Folder(model, weights, tokenizer, origin.get("tokenizer_hash", found), origin)
+
+
+def _fitting(theirs: Mapping[str, Tensor], settings: Mapping[str, Any], layout: layouts.Layout) -> Mapping[str, Tensor]:
+    """Those of the weights that the model has, by their names; it is made without memory, which sizes may ask for.
+
+    Raises:
+        ValueError: naming one that is missing, has no place or has another shape.
+    """
+    if settings["layers"] > len(theirs):
+        raise ValueError(f"config.json has num_hidden_layers={settings['layers']}, and there are {len(theirs)} weights")
+    try:
+        with torch.device("meta"):
+            model: LanguageModel = factory(settings, "model")()
+    except (RuntimeError, OverflowError) as error:
+        raise ValueError(f"config.json has sizes that no model can have: {str(error).splitlines()[0]}") from error
+    wanted = layout.exported(ModelState(model).state_dict())
+    if missing := wanted.keys() - theirs.keys():
+        raise ValueError(f"there is no weight {min(missing)} in model*.safetensors")
+    if odd := [name for name in theirs if name not in wanted and not _IGNORED.search(name)]:
+        raise ValueError(f"there is a weight {min(odd)} ({len(odd)} such) that has no place in our model")
+    for name, weight in wanted.items():
+        if theirs[name].shape != weight.shape:
+            shapes = f"{tuple(theirs[name].shape)}, by config.json it is {tuple(weight.shape)}"
+            raise ValueError(f"{name} has the shape {shapes}")
+    return {name: theirs[name] for name in wanted}
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -78,4 +111,4 @@ def _weights(path: Path) -> dict[str, Tensor]:
     integers = [name for name, weight in weights.items() if not weight.is_floating_point()]
     if integers:
         raise ValueError(f"{integers[0]} is {weights[integers[0]].dtype}: quantised weights are not read")
-    return {name: weight.to(torch.float32) for name, weight in weights.items()}
+    return {name: check_finite(name, weight.to(torch.float32)) for name, weight in weights.items()}

@@ -6,15 +6,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from muown_train.build import make_model
-from muown_train.checkpoint import ModelState
-from muown_train.config import composed
+from muown_train.config import composed, new_folder
 from muown_train.data.tokenizer import HubTokenizer
 from muown_train.factory import all_settings
 from muown_train.hf import layouts
 from muown_train.hf.folder import read_folder
 from muown_train.saved_run import write_run
-from muown_train.top_level import top_level
 
 
 @dataclass(frozen=True)
@@ -31,26 +28,25 @@ def import_folder(path: Path, out: Path) -> Imported:
 
     Raises:
         ValueError: it holds a model that none of ours is, a weight is missing or has another shape, its tokenizer is of
-            no use to us, or `out` is not empty.
+            no use to us, or `out` cannot be written to.
     """
+    new_folder(out)
     theirs = read_folder(path)
     config: dict[str, Any] = OmegaConf.to_container(composed([]), resolve=True)  # type: ignore[assignment]
     # what it was trained on and how is not known
     config |= {"model": theirs.model, "seq_len": theirs.model["seq_len"], "data": {}, "optim": {}, "schedule": {}}
     config |= {"tokens": None, "name": None}
+    data: dict[str, Any] = {}
     try:
-        model = make_model(config, top_level(config, out.name))
-        ModelState(model).load_state_dict(theirs.weights)
-        data: dict[str, Any] = {}
         if theirs.tokenizer:
             size = HubTokenizer(str(path), theirs.tokenizer).size
             data = {"tokenizer": str(path), "tokenizer_hash": theirs.tokenizer_hash, "vocabulary": size}
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    weights = ModelState(model).state_dict()
     step, origin = theirs.origin.get("step", 0), {"imported": str(path)} | theirs.origin
-    write_run(out, weights, config, step, data, theirs.tokenizer, origin)
-    return Imported(theirs.model, sum(weight.numel() for weight in weights.values()), theirs.tokenizer is not None)
+    write_run(out, theirs.weights, config, step, data, theirs.tokenizer, origin)
+    parameters = sum(weight.numel() for weight in theirs.weights.values())
+    return Imported(theirs.model, parameters, theirs.tokenizer is not None)
 
 
 def training_settings(model: dict[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, cat
 
-from muown_train.hf.common import demand, rope_base, size
+from muown_train.hf.common import demand, positive, rope_base, size
 from muown_train.models.gpt import mlp_hidden_size
 
 TARGET = "muown_train.models.gpt.GPT"
@@ -71,7 +71,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "seq_len": size(config, "max_position_embeddings"),
         "mlp_hidden": size(config, "intermediate_size"),
         "rope_base": rope_base(config),
-        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "norm_eps": positive(config, "rms_norm_eps", 1e-6),
         "checkpointed": 0,
     }
 
@@ -90,19 +90,9 @@ def exported(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def imported(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The inverse of `exported`.
-
-    Raises:
-        KeyError: a weight that is missing.
-        ValueError: weights that are left.
-    """
-    left = dict(weights)
-    left.pop("lm_head.weight", None)  # tied
-    ours = {name: left.pop(theirs) for name, theirs in _OUTSIDE.items()}
+    """The inverse of `exported`, of weights that are all there and of their shapes; others are left out."""
+    ours = {name: weights[theirs] for name, theirs in _OUTSIDE.items()}
     for layer in range(settings["layers"]):
         for part, theirs in _INSIDE.items():
-            ours[f"blocks.{layer}.{part}.weight"] = cat([left.pop(f"model.layers.{layer}.{t}.weight") for t in theirs])
-            left.pop(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq", None)  # old versions stored this constant
-    if left:
-        raise ValueError(f"there is a weight {min(left)} ({len(left)} such) that has no place in our GPT")
+            ours[f"blocks.{layer}.{part}.weight"] = cat([weights[f"model.layers.{layer}.{t}.weight"] for t in theirs])
     return ours

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from muown_train.hf.common import demand, rope_base, size
+from muown_train.hf.common import demand, positive, rope_base, size
 
 TARGET = "muown_train.models.qwen2.Qwen2"
 MODEL_TYPE = "qwen2"
@@ -52,7 +52,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "seq_len": size(config, "max_position_embeddings"),
         "mlp_hidden": size(config, "intermediate_size"),
         "rope_base": rope_base(config),
-        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "norm_eps": positive(config, "rms_norm_eps", 1e-6),
     }
 
 
@@ -63,4 +63,4 @@ def exported(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def imported(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
     """The inverse of `exported`."""
-    return {PREFIX + name: weight for name, weight in weights.items() if name != "lm_head.weight"}  # tied
+    return {PREFIX + name: weight for name, weight in weights.items()}

@@ -1,10 +1,20 @@
 """Exports as transformers reads them: the same logits, ids and greedy samples."""
 
+import errno
 import json
+import math
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from muown_train.data.tokenizer import read_tokenizer
 from muown_train.distributed import World
@@ -176,13 +186,23 @@ def test_the_card_tells_of_the_run(run, exported):
     exec(example, {})
 
 
+def shown(folder: Path) -> list[str]:
+    """Names in a folder, without hidden ones such as that of a lock."""
+    return sorted(path.name for path in folder.iterdir() if path.name[0] != ".")
+
+
 def test_an_earlier_export_is_replaced_and_nothing_else_is(run, tmp_path):
     saved, out = open_run(run), tmp_path / "hf"
     export(open_run(run, step=8), out)
-    (out / "left.txt").write_text("of the first export")
+    names = shown(out)
     export(saved, out)
-    assert json.loads((out / "muown_train.json").read_text())["step"] == 12
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"] and not (out / "left.txt").exists()
+    assert read_folder(out).origin["step"] == 12 and shown(out) == names and shown(tmp_path) == ["hf"]
+    (out / "notes.txt").write_text("by hand")
+    with pytest.raises(
+        ValueError, match=r"hf holds notes.txt besides an earlier export: move it, or give another --ou"
+    ):
+        export(open_run(run, step=8), out)
+    assert (out / "notes.txt").read_text() == "by hand" and read_folder(out).origin["step"] == 12
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.tex").write_text("years of work")
@@ -191,17 +211,99 @@ def test_an_earlier_export_is_replaced_and_nothing_else_is(run, tmp_path):
     assert (mine / "thesis.tex").read_text() == "years of work"
 
 
-def test_an_export_that_fails_leaves_the_one_before(run, tmp_path, monkeypatch):
+@contextmanager
+def small_disk(size: int) -> Iterator[None]:
+    """No file can be longer than so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_an_export_that_fails_leaves_the_one_before(run, tmp_path):
     saved, out = open_run(run), tmp_path / "hf"
     export(open_run(run, step=8), out)
-
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("muown_train.hf.export.save_file", full)
-    with pytest.raises(OSError, match="No space"):
+    with small_disk(200_000), pytest.raises(OSError, match=r"File too large: .*model.safetensors") as raised:
         export(saved, out)
-    assert read_folder(out).origin["step"] == 8 and [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert raised.value.errno == errno.EFBIG
+    assert read_folder(out).origin["step"] == 8 and shown(tmp_path) == ["hf"]
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_an_export_that_is_killed_leaves_one_that_is_whole(run, tmp_path, renames):
+    out = tmp_path / "hf"
+    export(open_run(run, step=8), out)
+    pid = os.fork()
+    if pid == 0:
+        done, rename = [], Path.rename
+
+        def killed(path: Path, *args) -> object:
+            if len(done) == renames:
+                os.kill(os.getpid(), signal.SIGKILL)
+            done.append(rename(path, *args))
+            return done[-1]
+
+        Path.rename = killed
+        shutil.rmtree = lambda *args, **kwargs: killed(tmp_path) if len(done) == 2 else None
+        export(open_run(run), out)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert out.exists() == (renames != 1)
+    with pytest.raises(ValueError, match="random data have no tokenizer"):  # the next one fails
+        export(replace(open_run(run), folder=tmp_path), out)
+    assert read_folder(out).origin["step"] == (12 if renames == 2 else 8)
+    export(open_run(run), out)
+    assert read_folder(out).origin["step"] == 12
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".hf.lock", "hf"]
+
+
+def test_two_exports_at_once_to_one_folder(run, tmp_path):
+    with FileLock(tmp_path / ".hf.lock"), pytest.raises(ValueError, match="hf is being written by another process"):
+        export(open_run(run), tmp_path / "hf")
+    export(open_run(run), tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda w: w.pop("norm.weight"), "parameters: norm.weight missing from the checkpoint"),
+        (lambda w: w.clear(), "missing from the checkpoint"),
+        (lambda w: w.update(more=torch.zeros(2)), "parameters: more only in the checkpoint"),
+        (lambda w: w.update({"norm.weight": torch.ones(31)}), r"norm.weight has shape \(31,\)"),
+        (lambda w: w["norm.weight"].fill_(math.inf), "model.norm.weight holds numbers that are not finite"),
+    ],
+)
+def test_weights_that_do_not_fit_are_not_exported(run, tmp_path, change, says):
+    saved = open_run(run)
+    weights = saved.weights()
+    change(weights)
+    write_run(tmp_path / "other", weights, saved.config, 1, saved.data, saved.tokenizer().raw, {})
+    with pytest.raises(ValueError, match=f"step-00000001: .*{says}"):
+        export(open_run(tmp_path / "other"), tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize(
+    "loss, says",
+    [("1234.5", "1234.5000 on"), ('"NaN"', None), ('"nan"', None), ("null", None), ("2.0", "2.0000 (perplexity 7.39)")],
+)
+def test_the_card_of_a_run_with_any_loss(run, tmp_path, loss, says):
+    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": 12, "valid/loss": {loss}}}\n')
+    export(open_run(tmp_path / "run"), tmp_path / "hf")
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert (says in card) if says else ("validation loss" not in card)
+
+
+@pytest.mark.parametrize("manifest", ['{"settings": 1}', '{"settings": {"steps": null}}', '{"groups": [1]}', "[1]"])
+def test_a_strangers_manifest_is_one_sentence(run, tmp_path, manifest):
+    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    (tmp_path / "run" / "manifest.json").write_text(manifest)
+    with pytest.raises(ValueError, match=r"run: manifest.json or metrics.jsonl holds what no run writes"):
+        export(open_run(tmp_path / "run"), tmp_path / "hf")
 
 
 def test_what_cannot_be_exported_is_said(run, tmp_path, corpus):

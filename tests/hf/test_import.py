@@ -1,10 +1,12 @@
 """Folders that transformers wrote, as runs; and what of them does not fit, in a sentence."""
 
 import json
+import math
 import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from muown_train.__main__ import WRONG
 from muown_train.data.bpe import train_bpe
@@ -97,7 +99,9 @@ def test_what_is_no_such_folder(tmp_path):
     with pytest.raises(ValueError, match=r"there is a weight model.layers.1\S+ \(9 such\) that has no place"):
         import_folder(folder, out)
     edited(folder, num_hidden_layers=2, intermediate_size=56)
-    with pytest.raises(ValueError, match=r"blocks.0.mlp.gate_up.weight has shape \(80, 24\)"):
+    with pytest.raises(
+        ValueError, match=r"layers.0.mlp.gate_proj.weight has the shape \(40, 24\), by config.json it is \(56, 24\)"
+    ):
         import_folder(folder, out)
     edited(folder, hidden_size="24")
     with pytest.raises(ValueError, match=r"hidden_size='24': it must be a positive integer"):
@@ -112,6 +116,73 @@ def test_what_is_no_such_folder(tmp_path):
     (folder / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json is no JSON"):
         import_folder(folder, out)
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        (dict(rope_parameters=None, rope_theta=None), "rope_theta=None: it must be a positive number"),
+        (dict(rope_parameters={"rope_theta": [1e4]}), r"rope_theta=\[10000.0\]: it must be a positive number"),
+        (dict(rope_parameters={"rope_theta": -1.0}), "rope_theta=-1.0: it must be a positive number"),
+        (dict(rope_parameters="default"), "rotates by 'default': it must be a mapping"),
+        (dict(rms_norm_eps=None), "rms_norm_eps=None: it must be a positive number"),
+        (dict(rms_norm_eps=-1e-5), "rms_norm_eps=-1e-05: it must be a positive number"),
+        (dict(vocab_size=10**12), r"embed_tokens.weight has the shape \(101, 24\), by config.json it is \(10{12}, 24"),
+        (dict(vocab_size=10**18), "sizes that no model can have"),
+        (dict(max_position_embeddings=10**18), "sizes that no model can have"),
+        (dict(num_hidden_layers=10**9), "num_hidden_layers=1000000000, and there are 20 weights"),
+        (dict(num_attention_heads=5, num_key_value_heads=5, head_dim=None), "model.dim=24 does not split into"),
+        (dict(quantization_config={"bits": 4}), "has a quantization_config"),
+    ],
+)
+def test_an_odd_configuration_is_one_sentence(tmp_path, changes, says):
+    saved_llama(tmp_path / "llama")
+    edited(tmp_path / "llama", **changes)
+    with pytest.raises(ValueError, match=f"^{tmp_path}/llama: .*{says}"):
+        import_folder(tmp_path / "llama", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "weight, says",
+    [
+        (torch.zeros(24, 12), r"q_proj.weight has the shape \(24, 12\)"),
+        (torch.zeros(()), r"q_proj.weight has the shape \(\)"),
+        (torch.full((24, 24), math.nan), "q_proj.weight holds numbers that are not finite"),
+        (torch.full((24, 24), 1e300, dtype=torch.float64), "q_proj.weight holds numbers that are not finite"),
+    ],
+)
+def test_an_odd_weight_is_one_sentence(tmp_path, weight, says):
+    saved_llama(tmp_path / "llama")
+    file = tmp_path / "llama" / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"model.layers.0.self_attn.q_proj.weight": weight}, file)
+    with pytest.raises(ValueError, match=f"^{tmp_path}/llama: .*{says}"):
+        import_folder(tmp_path / "llama", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        ("{", "muown_train.json is no JSON"),
+        ('{"step": null}', "muown_train.json: step=None must be a whole number"),
+        ('{"step": "x"}', "muown_train.json: step='x' must be a whole number"),
+        ('{"step": -1}', "muown_train.json: step=-1 must be a whole number"),
+    ],
+)
+def test_an_odd_origin_is_one_sentence(tmp_path, content, says):
+    saved_llama(tmp_path / "llama")
+    (tmp_path / "llama" / "muown_train.json").write_text(content)
+    with pytest.raises(ValueError, match=f"^{tmp_path}/llama: {says}"):
+        import_folder(tmp_path / "llama", tmp_path / "run")
+
+
+def test_a_constant_that_old_versions_stored_is_left_out(tmp_path):
+    saved_llama(tmp_path / "llama")
+    file = tmp_path / "llama" / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}, file)
+    import_folder(tmp_path / "llama", tmp_path / "run")
+    assert not any("inv_freq" in name for name in open_run(tmp_path / "run").weights())
 
 
 def test_configurations_of_both_versions_of_transformers():
@@ -172,7 +243,9 @@ def test_the_scripts(tmp_path, monkeypatch, capsys):
     status, text = said(monkeypatch, capsys, import_hf, *words)
     assert status == 0 and f"init_from={tmp_path}/run model=tiny model.vocab_size=300" in text
     status, text = said(monkeypatch, capsys, import_hf, *words)
-    assert status == WRONG and text.endswith("run exists: give another folder, or remove it\n")
+    assert status == WRONG and text.endswith("run exists: give another folder with --out, or remove it\n")
+    status, text = said(monkeypatch, capsys, import_hf, tmp_path / "llama", "--out", tmp_path / "a run")
+    assert status == WRONG and "name='a run' must be" in text and text.endswith("give another folder with --out\n")
     status, text = said(monkeypatch, capsys, export_hf, tmp_path / "run", "--dtype", "bfloat16")
     assert status == 0 and "padded rows cut off" in text
     assert (tmp_path / "run" / "hf" / "config.json").exists()
