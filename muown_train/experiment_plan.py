@@ -47,7 +47,7 @@ def plan_lines(
         left += each * sum(cell in wanted for cell in cells)
     how = "by a roofline (see scripts/plan.py)" if mfu is None else f"at an MFU of {mfu:.0%}"
     yield f"\n{_runs(len(found))}: {total:,.1f} GPU hours on {ranks} x {device}, {how}; {left:,.1f} of them to be spent"
-    if experiment.gpus.paper:
+    if experiment.gpus and experiment.gpus.paper:
         yield f"the paper: {experiment.gpus.paper}"
 
 

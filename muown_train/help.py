@@ -7,6 +7,7 @@ that takes time.
 import importlib.metadata
 import platform
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,10 +46,12 @@ def _lines(configs: Path) -> Iterator[str]:
     yield "python -m muown_train key=value …    trains a language model, or goes on where the same command stopped"
     yield "(installed also as: muown-train key=value …)"
     chosen = dict(re.findall(r"^  - (\w+): (\w+)$", train, re.MULTILINE))
-    for group in GROUPS:
+    for group in GROUPS[:-1]:
         for i, (option, sentence) in enumerate(options(configs / group)):
             mark = "*" if option == chosen.get(group) else " "
             yield _cut(f"{f'{group}=' if i == 0 else '':<10}{mark}{option:<17} {sentence}")
+    experiments = ", ".join(option for option, _ in options(configs / GROUPS[-1]))
+    yield from textwrap.wrap(experiments, _WIDTH, initial_indent=f"{GROUPS[-1]}= ", subsequent_indent=" " * 12)
     yield "\nThe most used settings (* above and values here are the defaults):"
     for key in SETTINGS:
         value, meaning = setting(configs, chosen, key)

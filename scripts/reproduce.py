@@ -99,8 +99,11 @@ def plan(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) ->
     from muown_train.experiment_plan import plan_lines
 
     gpus = experiment.gpus
-    ranks = own["ranks"] or (1 if experiment.scale else gpus.ranks)
-    for line in plan_lines(experiment, found, own["device"] or gpus.device, ranks, own["mfu"] or gpus.mfu):
+    device = own["device"] or (gpus and gpus.device)
+    if device is None:
+        raise ValueError(f"experiment={experiment.name} is for a CPU: a plan needs device=, such as device=H100-80GB")
+    ranks = own["ranks"] or (1 if experiment.scale or not gpus else gpus.ranks)
+    for line in plan_lines(experiment, found, device, ranks, own["mfu"] or (gpus and gpus.mfu)):
         print(line, flush=True)
     return 0
 

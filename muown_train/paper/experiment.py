@@ -10,7 +10,7 @@ node says which runs there are and what the paper reports of them:
     report      which figure `experiment_report` draws
     quantity    of validation: perplexity (default) or loss
     own_runs    true: runs of another experiment do not count, whatever their settings
-    gpus        {paper: what it says, device, ranks, mfu (null: by the roofline)}, for gpu_hours
+    gpus        {paper: what it says, device, ranks, mfu (null: by the roofline)}, for gpu_hours; none: for a CPU
     gpu_hours   of all runs, as `scripts/reproduce.py action=plan` estimates them
     paper       KEY: for each lr what the paper reports: mean, [mean, deviation], diverged, or null
 
@@ -78,8 +78,8 @@ class Experiment:
     report: str
     quantity: str
     own_runs: bool
-    gpus: Gpus
-    gpu_hours: float
+    gpus: Gpus | None  # None: for a CPU
+    gpu_hours: float | None
     paper: Mapping[str, Mapping[float, Reported]]  # by series and lr
     scale: str | None = None
 
@@ -228,7 +228,7 @@ def _read(name: str, sentence: str, node: dict[str, Any]) -> Experiment:
     if len(over) > 1:
         raise ValueError(f"over has {len(over)} settings, {', '.join(over)}: it may have one")
     axis, values = next(iter(over.items()), (None, [None]))
-    gpus = node["gpus"]
+    gpus = node.get("gpus")
     return Experiment(
         name,
         sentence,
@@ -239,8 +239,8 @@ def _read(name: str, sentence: str, node: dict[str, Any]) -> Experiment:
         node["report"],
         quantity,
         node.get("own_runs", False),
-        Gpus(gpus["paper"], gpus["device"], gpus["ranks"], gpus.get("mfu")),
-        node["gpu_hours"],
+        Gpus(gpus["paper"], gpus["device"], gpus["ranks"], gpus.get("mfu")) if gpus else None,
+        node["gpu_hours"] if gpus else None,
         _of_paper(node.get("paper") or {}, series),
     )
 

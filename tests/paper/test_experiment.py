@@ -41,6 +41,8 @@ RUNS = {  # by hand, from the paper's grids
     "500m_step_time": 4,
     "speedrun_width": 8 * 3 * 2,
 }
+OURS = {"corpus_learning_rate": 3 * 8 + 6 + 6 + 5 + 5, "corpus_weight_decay": 2 * 3 * 4, "corpus_width": 6 * 5}
+OURS |= {"corpus_magnitude": 3 * 4, "corpus_fused_qkv": 4 * 5}
 UPDATES = {"67m": 2542, "124m": 4730, "308m": 11444}
 
 
@@ -63,7 +65,20 @@ def multiseed():
 
 
 def test_every_experiment_is_there():
-    assert set(names()) == set(RUNS)
+    assert set(names()) == set(RUNS) | set(OURS)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_runs_of_our_own_are_for_a_cpu_and_shared(name):
+    experiment = load_experiment(name)
+    cells = experiment.cells()
+    assert experiment.gpus is None and len(cells) == OURS[name]
+    rates = [settings_of(cell.config) for cell in load_experiment("corpus_learning_rate").cells()]
+    ours = [settings_of(cell.config) for cell in cells]
+    shared = [settings for settings in ours if any(same_settings(one, settings) for one in rates)]
+    expected = {"corpus_learning_rate": 46, "corpus_weight_decay": 3 * 3, "corpus_width": 2 * 5}
+    expected |= {"corpus_magnitude": 4, "corpus_fused_qkv": 2 * 5}
+    assert len(shared) == expected[name]
 
 
 @pytest.mark.parametrize("name", slow_but(["500m_multiseed", "width", "qwen2_0_5b", "speedrun_width"], RUNS))
