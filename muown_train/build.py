@@ -23,7 +23,7 @@ from muown_train import hardware, manifest
 from muown_train.batch import rows_per_update, updates
 from muown_train.checkpoint import Checkpoints, about_newest
 from muown_train.collector import resting
-from muown_train.config import DATA_IDENTITY, run_folder
+from muown_train.config import run_folder
 from muown_train.console import console
 from muown_train.data.loader import Loader
 from muown_train.data.rows import RowSource
@@ -38,19 +38,14 @@ from muown_train.models.language_model import LanguageModel
 from muown_train.optim import Combined, param_groups, shard
 from muown_train.patterns import check_patterns, divided
 from muown_train.records import Line, Metrics, Sink
+from muown_train.same_run import refuse_other_data, refuse_other_run
 from muown_train.secrets import redacted, redacted_tree
+from muown_train.settings import Schedule, Settings
 from muown_train.start import read_start
 from muown_train.status import Outcome, count_start, read_status, write_status
 from muown_train.stopping import Stop
 from muown_train.top_level import TopLevel, top_level
-from muown_train.trainer import Schedule, Settings, Trainer
-
-# of the configuration, dotted; and of what the data turned out to be
-_WHAT_MAY_NOT_CHANGE = (
-    *("model", "data", "seq_len", "batch_tokens", "seed", "init_from", "checkpoint"),
-    *("optim._target_", "optim.rest._target_"),
-)
-_MAY_CHANGE = ("data.retries", "model.checkpointed")
+from muown_train.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -366,38 +361,6 @@ def make_probes(
         name: factory(section, f"probes.{name}", ["subject"], top.trust) for name, section in resolved["probes"].items()
     }
     return Probes({name: section(subject=subject) for name, section in sections.items()})
-
-
-def refuse_other_run(folder: Path, about: dict[str, Any] | None, resolved: dict[str, Any]) -> None:
-    """Error if the folder's checkpoints, which `about` tells of, are of a run that this one cannot go on with."""
-    for section in _WHAT_MAY_NOT_CHANGE if about else ():
-        old, new = _get(about, f"config.{section}"), redacted_tree(_get(resolved, section))
-        if isinstance(old, dict) and isinstance(new, dict):
-            keys = [key for key in {**old, **new} if f"{section}.{key}" not in _MAY_CHANGE]
-            key = next((key for key in keys if old.get(key) != new.get(key)), keys[0])
-            section, old, new = f"{section}.{key}", old.get(key), new.get(key)
-        if old != new:
-            raise ValueError(
-                f"{folder} holds a run with {section}={old}, this one has {section}={new}: "
-                "give it another name, or the old setting"
-            )
-
-
-def refuse_other_data(folder: Path, about: dict[str, Any] | None, facts: dict[str, Any]) -> None:
-    """Error if the checkpoints are of a run on other data, though the settings are the same."""
-    for key in DATA_IDENTITY if about else ():
-        old, new = _get(about, f"data.{key}"), redacted_tree(facts.get(key))
-        if old != new:
-            raise ValueError(
-                f"{folder} holds a run on other data ({key} was {old}, is {new}): "
-                "give it another name, or the data as they were"
-            )
-
-
-def _get(tree: Any, path: str) -> Any:
-    for key in path.split("."):
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
 
 
 def locked(folder: Path) -> FileLock:

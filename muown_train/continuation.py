@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from muown_train.build import Origin, make_model, make_schedule, refuse_other_run
+from muown_train.build import Origin, make_model, make_schedule
 from muown_train.checkpoint import about_newest
 from muown_train.config import NOT_IN_NAME, parsed, run_folder
+from muown_train.same_run import refuse_other_run
 from muown_train.saved_run import SavedRun, open_run
 from muown_train.top_level import top_level
 

@@ -21,7 +21,7 @@ from muown_train.hardware import device_name
 from muown_train.optim import Combined
 from muown_train.optim.base import MatrixOptimizer
 from muown_train.secrets import redacted_tree
-from muown_train.trainer import Settings
+from muown_train.settings import Settings
 
 _PACKAGES = (
     "muown-train",
