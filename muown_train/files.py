@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 PARTIAL = ".partial"  # ends the names of files that are not complete
 
 
@@ -41,6 +39,8 @@ def whole_folder(folder: Path, check: Callable[[Path], None]) -> Iterator[Path]:
     Raises:
         ValueError: another process writes it.
     """
+    from filelock import FileLock, Timeout  # not where data are read alone
+
     place = Path(os.path.abspath(folder))  # `.` has a name too
     place.parent.mkdir(parents=True, exist_ok=True)
     partial, before, lock = (place.with_name(f".{place.name}.{kind}") for kind in ("partial", "before", "lock"))
