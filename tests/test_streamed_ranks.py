@@ -120,6 +120,7 @@ def probed_and_not(world: World, out: Path) -> tuple[list, list]:
     return tuple(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_probes_read_streams_of_their_own(at_the_hub, tmp_path, size):
     plain, probed = on_ranks(size, probed_and_not, tmp_path)[0]

@@ -163,6 +163,7 @@ def test_two_ranks_find_the_same(runs, found, tmp_path):
     assert first == pytest.approx(found["muown"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_begun_alone_it_goes_on_on_two_ranks(runs, found, tmp_path):
     assert cut_on_this_rank(HERE, runs["muown"], tmp_path / "state") == "cut"
     first, _ = on_ranks(2, on_this_rank, runs["muown"], tmp_path / "state")

@@ -152,6 +152,7 @@ def train_on_this_rank(world, corpus, out, *overrides):
     return weights(run)
 
 
+@pytest.mark.slow
 def test_two_ranks_sharded(corpus, tmp_path):
     plain = on_ranks(2, train_on_this_rank, corpus, tmp_path / "plain")
     watched = on_ranks(2, train_on_this_rank, corpus, tmp_path / "watched", *SOME)

@@ -17,7 +17,7 @@ from muown_train.parity import differing
 from muown_train.saved_run import open_run
 from muown_train.top_level import top_level
 from tests.ranks import on_ranks
-from tests.runs import built, configured, losses, metrics, slow_but, trained
+from tests.runs import built, configured, losses, metrics, trained
 
 EXPERIMENTS = ("track3_muon", "track3_muown")
 TINY = ("model.vocab_size=4096", "compile=false", "eval_every=25", "save_every=25", "log_every=25")
@@ -254,7 +254,8 @@ def train_here(world: World, corpus: Path, out: Path, shard: bool):
     return apart, {name: p.detach().clone() for name, p in run.model.named_parameters()}
 
 
-@pytest.mark.parametrize("shard", slow_but([True], [True, False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", [True, False])
 def test_two_ranks_train_the_bfloat16_embedding_alike(shard, corpus, tmp_path):
     built(corpus, tmp_path / "data", "experiment=track3_muown", *TINY).close()  # the tokenizer, once
     (apart, weights), (_, others) = on_ranks(2, train_here, corpus, tmp_path / "two", shard)
