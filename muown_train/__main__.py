@@ -200,26 +200,30 @@ def main() -> None:
 
 
 def command() -> None:
-    """Entry of the command line; one of several ranks ends without tearing the interpreter down.
+    """Entry of the command line; a process with threads of others ends without tearing the interpreter down.
 
-    A thread of gloo may still hold the tensors of a collective (a module that torch imports late keeps the default
-    group alive, a traceback what it led through), and Python aborts the process, status 134, if such a thread frees one
-    while the interpreter goes.
+    Python ends a daemon thread that asks for the interpreter while it goes, and the C++ of a library may not bear that:
+    the process aborts, status 134. So did a thread of gloo that held the tensors of a collective (a module that torch
+    imports late keeps the default group alive, a traceback what it led through), and one that waits for W&B.
     """
     status: object = 0
     try:
         main()
     except SystemExit as end:
         status = end.code or 0
-    if isinstance(status, int) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # what Python does first when it ends, and multiprocessing for its processes
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # nobody reads it any more
-                stream.flush()
-        os._exit(status)
+    if isinstance(status, int) and (int(os.environ.get("WORLD_SIZE", "1")) > 1 or threading.active_count() > 1):
+        end_process(status)
     sys.exit(status)  # type: ignore[arg-type]
+
+
+def end_process(status: int) -> NoReturn:
+    """What Python does first when it ends, and then no more, as multiprocessing for its processes."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -252,6 +252,15 @@ def test_one_of_several_ranks_ends_in_order_but_keeps_the_interpreter(code, stat
     assert (ran.returncode, ran.stdout, ran.stderr) == (status, "said\nat exit\n", "")
 
 
+def test_nor_does_a_process_with_a_thread_that_does_not_end(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    thread = "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    for start, said in ((thread, "said\nat exit\n"), ("", "said\nat exit\ntorn down\n")):
+        code = start + _ENDING.format(status=3)
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (ran.returncode, ran.stdout, ran.stderr) == (3, said, "")
+
+
 def choices(*overrides: str) -> str:
     return run_name({"model": "tiny", "optim": "muown"}, list(overrides), 0)
 

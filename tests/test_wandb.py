@@ -20,6 +20,7 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 SCRIPT = """
 import json, sys, time
 from pathlib import Path
+from muown_train.__main__ import end_process
 from muown_train.records import Metrics
 from muown_train.wandb_sink import WandbSink
 
@@ -41,6 +42,7 @@ for step in range(41):
 started = time.perf_counter()
 sink.finish({"valid/loss": 0.5})
 print(json.dumps({"said": said, "waits": waits, "finish": time.perf_counter() - started}))
+end_process(0)  # as the command line
 """
 
 
