@@ -47,7 +47,7 @@ def small(corpus: Path, out: Path, *words: str) -> list[str]:
 
 def states(said: str) -> dict[str, str]:
     """What a list says of each run."""
-    return dict(re.findall(r"^(\S+-seed=\d\S*)  +(done|diverged|running|stopped|cut off|failed|missing)", said, re.M))
+    return dict(re.findall(r"^(\S+)  +(done|diverged|running|stopped|cut off|failed|missing)", said, re.M))
 
 
 def test_a_list_of_nothing_and_of_a_half(reproduce, tmp_path):
