@@ -4,6 +4,7 @@ Exit status: 0 the run is finished, has diverged (a result), or was stopped and 
 goes on; 2 a setting that cannot be; 3 the same update has failed too often; 130 interrupted at once.
 """
 
+import argparse
 import atexit
 import errno
 import os
@@ -13,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -78,6 +79,24 @@ def leave(sentence: str, status: int) -> NoReturn:
     rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
     print(f"{rank}{sentence}", file=sys.stderr, flush=True)
     sys.exit(status)
+
+
+class Parser(argparse.ArgumentParser):
+    """Of a script with flags: its documentation is its help, and what is wrong is one sentence."""
+
+    def __init__(self, description: str | None = None, **further: Any) -> None:
+        further.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(description=description, **further)
+
+    def error(self, message: str) -> NoReturn:
+        leave(f"error: {message}; see --help", WRONG)
+
+    def steps(self, words: str | None) -> list[int] | None:
+        """Updates after which there were checkpoints, as `--steps A,B` gives them."""
+        try:
+            return None if words is None else [int(step) for step in words.split(",")]
+        except ValueError:
+            self.error(f"--steps {words} must be updates with commas between them, such as 100,200,300")
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="train")

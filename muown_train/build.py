@@ -27,7 +27,7 @@ from muown_train.config import run_folder
 from muown_train.console import console
 from muown_train.data.loader import Loader
 from muown_train.data.rows import RowSource
-from muown_train.data.sources import TrainingData
+from muown_train.data.sources import FROM_RUN, TrainingData
 from muown_train.data.tokenizer import TOKENIZER
 from muown_train.data.workers import apart, with_workers
 from muown_train.distributed import World
@@ -248,7 +248,7 @@ def make_data(section: dict[str, Any], top: TopLevel, vocab_size: int) -> Traini
         "cache": cache_folder(top.cache),
         "vocab_size": vocab_size,
     }
-    data: TrainingData = factory(section, "data", [*from_run, "progress"], top.trust)(**from_run)
+    data: TrainingData = factory(section, "data", FROM_RUN, top.trust)(**from_run)
     return data
 
 

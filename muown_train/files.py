@@ -1,10 +1,12 @@
 """Files that are whole or absent: what several parts of the program do to make them so."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 PARTIAL = ".partial"  # ends the names of files that are not complete
 
@@ -25,6 +27,15 @@ def replace(path: Path, content: bytes) -> None:
     sync(beside)
     os.replace(beside, path)
     sync(path.parent)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; {} where there is none or it cannot be read."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +27,35 @@ class Removed(ValueError):
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """A whole checkpoint. Its weights can be read as long as this exists, whatever the run removes meanwhile."""
+    """A whole checkpoint. Its tensors can be read as long as this exists, whatever the run removes meanwhile."""
 
     folder: Path
     step: int
     config: dict[str, Any]  # of the run, resolved
     data: dict[str, Any]  # facts about the run's data
     weights_alone: bool  # no state of a run, which could go on from it
-    readers: dict[str, Callable[[], Tensor]]  # what reads each weight, by canonical name
+    tensors: dict[str, Callable[[], Tensor]]  # what reads each, by its key
+
+    @cached_property
+    def readers(self) -> dict[str, Callable[[], Tensor]]:
+        """What reads each weight, by canonical name."""
+        return {key.removeprefix(_MODEL): read for key, read in self.tensors.items() if key.startswith(_MODEL)}
 
     def weights(self) -> dict[str, Tensor]:
         """All weights by canonical name, on the CPU, as they were saved."""
         return {name: read() for name, read in self.readers.items()}
+
+    def optimizer_state(self, names: Collection[str]) -> dict[str, dict[str, Tensor]]:
+        """Of each parameter, by canonical name, the tensors of optimizer state that are called so, on the CPU.
+
+        Parameters without any of them have an empty dictionary; there is none where the checkpoint holds weights alone.
+        """
+        found: dict[str, dict[str, Tensor]] = {}
+        for key, read in self.tensors.items():
+            if key.startswith(_OPTIMIZER):
+                parameter, _, name = key.removeprefix(_OPTIMIZER).rpartition("/")
+                found.setdefault(parameter, {}).update({name: read()} if name in names else {})
+        return found
 
 
 def to_stderr(sentence: str) -> None:
@@ -47,7 +64,7 @@ def to_stderr(sentence: str) -> None:
 
 
 def open_checkpoint(path: Path, step: int | None = None, warn: Callable[[str], None] = to_stderr) -> OpenCheckpoint:
-    """Find a whole checkpoint and open its weights; nothing else of it is read.
+    """Find a whole checkpoint and open its tensors.
 
     Args:
         path: a run's folder, or that of one checkpoint.
@@ -117,7 +134,7 @@ def _opened(checkpoint: Path) -> OpenCheckpoint:
         raise ValueError(f"{checkpoint} has the configuration model={model!r}: it must be a mapping with a _target_")
     if not isinstance(data, dict):
         raise ValueError(f"{checkpoint} has data={data!r}: it must be a mapping")
-    readers: dict[str, Callable[[], Tensor]] = {}
+    tensors: dict[str, Callable[[], Tensor]] = {}
     for name in sorted(index["files"]):
         if name.endswith(".safetensors"):
             try:
@@ -127,9 +144,8 @@ def _opened(checkpoint: Path) -> OpenCheckpoint:
             except SafetensorError as error:
                 raise ValueError(f"{checkpoint / name} cannot be read: {error}") from None
             for key in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118, it is no mapping
-                if key.startswith(_MODEL):
-                    readers[key.removeprefix(_MODEL)] = partial(file.get_tensor, key)
-    return OpenCheckpoint(checkpoint, index["step"], about["config"], data, files.weights_alone(index), readers)
+                tensors[key] = partial(file.get_tensor, key)
+    return OpenCheckpoint(checkpoint, index["step"], about["config"], data, files.weights_alone(index), tensors)
 
 
 def check_finite(name: str, weight: Tensor) -> Tensor:
@@ -141,23 +157,6 @@ def check_finite(name: str, weight: Tensor) -> Tensor:
     if not weight.isfinite().all():
         raise ValueError(f"{name} holds numbers that are not finite: the model has diverged, or was damaged")
     return weight
-
-
-def read_optimizer_state(checkpoint: Path, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
-    """Of each parameter, by canonical name, the tensors of optimizer state that are called so, on the CPU.
-
-    Parameters without any of them have an empty dictionary; there is none where a checkpoint holds weights alone.
-    """
-    wanted, found = set(names), dict[str, dict[str, Tensor]]()
-    for path in sorted(checkpoint.glob("rank-*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118, it is no mapping
-                if key.startswith(_OPTIMIZER):
-                    parameter, _, name = key.removeprefix(_OPTIMIZER).rpartition("/")
-                    of_parameter = found.setdefault(parameter, {})
-                    if name in wanted:
-                        of_parameter[name] = file.get_tensor(key)
-    return found
 
 
 def read_rest(checkpoint: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muown_train.files import replace
+from muown_train.files import read_json, replace
 from muown_train.records import Metrics
 
 if TYPE_CHECKING:  # tables of runs are made without torch
@@ -39,11 +39,7 @@ def write_status(folder: Path, outcome: Outcome, step: int, steps: int) -> None:
 
 def read_status(folder: Path) -> dict[str, Any]:
     """What status.json says; {} where there is none or it cannot be read."""
-    try:
-        status = json.loads((folder / "status.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return status if isinstance(status, dict) else {}
+    return read_json(folder / "status.json")
 
 
 def count_start(folder: Path, give_up_after: int, world: "World") -> None:

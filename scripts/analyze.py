@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muown_train.__main__ import WRONG, explained, leave
+from muown_train.__main__ import Parser, explained
 
 if TYPE_CHECKING:
     from muown_train.distributed import World
@@ -44,12 +44,10 @@ OPTIONS: dict[str, tuple[tuple[str, int | None, str], ...]] = {
 
 
 def arguments_of(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: leave(f"error: {message}; see --help", WRONG)  # type: ignore[method-assign]
+    parser = Parser(__doc__)
     kinds = parser.add_subparsers(dest="kind", metavar="WHAT", required=True)
     for kind, options in OPTIONS.items():
         own = kinds.add_parser(kind)
-        own.error = parser.error  # type: ignore[method-assign]
         own.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or one of its checkpoints")
         which = own.add_mutually_exclusive_group()
         which.add_argument("--steps", metavar="A,B,…", help="of the checkpoints (default the newest)")
@@ -60,11 +58,7 @@ def arguments_of(words: list[str]) -> argparse.Namespace:
         for name, default, meaning in options:
             own.add_argument(f"--{name}", type=int, default=default, help=meaning)
     arguments = parser.parse_args(words)
-    if arguments.steps is not None:
-        try:
-            arguments.steps = [int(step) for step in arguments.steps.split(",")]
-        except ValueError:
-            parser.error(f"--steps {arguments.steps} must be updates with commas between them, such as 100,200,300")
+    arguments.steps = parser.steps(arguments.steps)
     for name in ("batches", "save_every"):
         if getattr(arguments, name, None) is not None and getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be 1 or more")

@@ -5,17 +5,15 @@ read by whatever reads runs (evaluate, sample, export) and cannot be trained on.
 checkpoints with keep_every=N or keep_checkpoints=N.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
-from muown_train.__main__ import WRONG, explained, leave
+from muown_train.__main__ import Parser, explained
 from muown_train.config import new_folder
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: leave(f"error: {message}; see --help", WRONG)  # type: ignore[method-assign]
+    parser = Parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--steps", metavar="A,B,…", help="of the checkpoints to average (default: all that are whole)")
@@ -24,13 +22,7 @@ def main() -> None:
                         "A = DECAY A + (1 - DECAY) W, beginning with the first (default: the mean)")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the result; it must not exist, or be empty")
     arguments = parser.parse_args()
-    run, decay = arguments.run, arguments.ema
-    steps = None
-    if arguments.steps is not None:
-        try:
-            steps = [int(step) for step in arguments.steps.split(",")]
-        except ValueError:
-            parser.error(f"--steps {arguments.steps} must be updates with commas between them, such as 100,200,300")
+    run, decay, steps = arguments.run, arguments.ema, parser.steps(arguments.steps)
     if arguments.last is not None and arguments.last < 2:
         parser.error(f"--last {arguments.last} must be 2 or more")
     if decay is not None and not 0 <= decay < 1:

@@ -7,7 +7,6 @@ and the memory of a rank: optimizer state, and what an update takes at most besi
 SETTINGs are those of the command line, such as `model=500m`. Ctrl-C ends the rounds and prints what there is.
 """
 
-import argparse
 import shutil
 import statistics
 import tempfile
@@ -18,7 +17,7 @@ import torch
 from benchmark_train import DEFAULT, Contender, ours, say, words
 from torch import Tensor
 
-from muown_train.__main__ import WRONG, explained, leave
+from muown_train.__main__ import Parser, explained
 from muown_train.build import Run
 from muown_train.distributed import World, world
 from muown_train.hardware import device_name
@@ -110,8 +109,7 @@ def compare(settings: list[str], rounds: int, folder: str, here: World) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: leave(f"error: {message}; see --help", WRONG)  # type: ignore[method-assign]
+    parser = Parser(__doc__)
     parser.add_argument("settings", nargs="*", metavar="SETTING", help=f"by default {DEFAULT}")
     parser.add_argument("--rounds", type=int, default=21, help="updates of each (default 21)")
     arguments = parser.parse_args()

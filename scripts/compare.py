@@ -10,12 +10,11 @@ deviation. Prints final numbers (as many columns as fit) and what differs in the
 Runs may still be training; nothing in their folders is changed. What is no run's folder is passed over.
 """
 
-import argparse
 import glob
 import sys
 from pathlib import Path
 
-from muown_train.__main__ import WRONG, explained, leave
+from muown_train.__main__ import Parser, explained
 
 
 def folders(words: list[str]) -> list[Path]:
@@ -34,8 +33,7 @@ def folders(words: list[str]) -> list[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: leave(f"error: {message}; see --help", WRONG)  # type: ignore[method-assign]
+    parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs, or patterns of them")
     parser.add_argument("--out", type=Path, default=Path("compare"), metavar="DIR", help="(default compare)")
     arguments = parser.parse_args()

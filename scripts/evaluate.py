@@ -13,7 +13,6 @@ text has several. Without data= each run reads the validation text of its traini
 Each run reads the same text by its own tokenizer.
 """
 
-import argparse
 import json
 import math
 import re
@@ -27,7 +26,7 @@ import torch
 from omegaconf import OmegaConf
 
 from muown_train import hardware
-from muown_train.__main__ import INTERRUPTED, WRONG, explained, leave
+from muown_train.__main__ import INTERRUPTED, Parser, explained, leave
 from muown_train.build import cache_folder
 from muown_train.config import check_overrides, composed, parsed
 from muown_train.console import duration, perplexity, rate
@@ -202,8 +201,7 @@ def alternatives(values: Iterable[int]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: leave(f"error: {message}; see --help", WRONG)  # type: ignore[method-assign]
+    parser = Parser(__doc__)
     parser.add_argument("words", nargs="+", metavar="RUN | KEY=VALUE", help="runs and settings in any order")
     parser.add_argument("--step", type=int, help="the checkpoint after so many updates (default the newest)")
     parser.add_argument(

@@ -5,16 +5,14 @@ facts; AutoModelForCausalLM and AutoTokenizer load it. An earlier export there i
 is refused.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
-from muown_train.__main__ import WRONG, explained, leave
+from muown_train.__main__ import Parser, explained
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: leave(f"error: {message}; see --help", WRONG)  # type: ignore[method-assign]
+    parser = Parser(__doc__)
     parser.add_argument("run", metavar="RUN", help="folder of a run, or of one of its checkpoints")
     parser.add_argument("--out", type=Path, help="folder of the export (default RUN/hf)")
     parser.add_argument("--step", type=int, help="after which update (default the newest checkpoint)")

@@ -5,16 +5,14 @@ Llama with tied embeddings, as many heads of keys and values as of queries and n
 holds weights, configuration and tokenizer: all that reads runs reads it, and init_from= trains on from it.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
-from muown_train.__main__ import WRONG, explained, leave
+from muown_train.__main__ import Parser, explained
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: leave(f"error: {message}; see --help", WRONG)  # type: ignore[method-assign]
+    parser = Parser(__doc__)
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder to read")
     parser.add_argument("--out", type=Path, required=True, help="folder of the run to write")
     arguments = parser.parse_args()

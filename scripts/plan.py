@@ -5,17 +5,15 @@ those of `python -m muown_train`; nothing is trained or downloaded, and no GPU i
 `muown_train/roofline.py`, or follows from an MFU that you know (`--mfu`).
 """
 
-import argparse
 import sys
 
-from muown_train.__main__ import WRONG, explained, leave
+from muown_train.__main__ import Parser, explained
 from muown_train.hardware import GPUS
 from muown_train.plan import of_memory, of_parameters, of_time, planned
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: leave(f"error: {message}; see --help", WRONG)  # type: ignore[method-assign]
+    parser = Parser(__doc__)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="as of python -m muown_train")
     parser.add_argument("--device", default="H100-80GB", help=f"{', '.join(GPUS)} (default H100-80GB)")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs (default 1)")

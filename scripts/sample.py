@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 
 from muown_train import hardware
-from muown_train.__main__ import INTERRUPTED, WRONG, explained, leave
+from muown_train.__main__ import INTERRUPTED, Parser, explained, leave
 from muown_train.console import rate
 from muown_train.data.tokenizer import HubTokenizer
 from muown_train.models.generate import Sampling, pieces, stream
@@ -33,8 +33,7 @@ def shown(text: str) -> None:
 
 
 def arguments_of(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: leave(f"error: {message}; see --help", WRONG)  # type: ignore[method-assign]
+    parser = Parser(__doc__)
     parser.add_argument("run", metavar="RUN", help="a run's folder, or that of one of its checkpoints")
     parser.add_argument("prompt", nargs="?", default="", help="what the text begins with; - reads standard input")
     parser.add_argument("--tokens", type=int, default=200, help="of a sample at most (default 200)")

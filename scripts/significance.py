@@ -4,12 +4,11 @@ The rule of Track 3 of modded-nanogpt, (3.28 - mean) sqrt(n) >= 0.004, over fini
 alone. Give all that were made: those left out would make it worthless. Exit status 0 whether it passes or not.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from muown_train.__main__ import WRONG, explained, leave
+from muown_train.__main__ import Parser, explained
 from muown_train.paper.runs import RunRecord
 from muown_train.paper.significance import MARGIN, TARGET, Verdict, common_step, evaluations, finished, judge
 
@@ -34,8 +33,7 @@ def conclusion(verdict: Verdict, target: float) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: leave(f"error: {message}; see --help", WRONG)  # type: ignore[method-assign]
+    parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
     parser.add_argument("--target", type=float, default=TARGET, help=f"validation loss to be below (default {TARGET})")
     parser.add_argument("--step", type=int, help="updates after which all are compared (default: the last)")

@@ -16,7 +16,7 @@ from muown_train.distributed import World
 from muown_train.files import replace
 from muown_train.records import encoded, read_metrics
 from muown_train.saved_run import SavedRun, open_run
-from muown_train.saved_weights import open_checkpoint, read_optimizer_state, read_rest
+from muown_train.saved_weights import OpenCheckpoint, open_checkpoint, read_rest
 from muown_train.scoring import own_validation
 
 FOLDER = "analysis"  # in a run's folder, where training looks at nothing
@@ -40,7 +40,7 @@ def subject_of(saved: SavedRun, world: World) -> Subject:
     return Subject(
         model,
         world,
-        lambda: magnitudes_in(saved.checkpoint),
+        lambda: magnitudes_in(saved.opened),
         rows,
         place,
         top.seq_len,
@@ -50,16 +50,16 @@ def subject_of(saved: SavedRun, world: World) -> Subject:
     )
 
 
-def magnitudes_in(checkpoint: Path) -> dict[str, Magnitudes]:
+def magnitudes_in(checkpoint: OpenCheckpoint) -> dict[str, Magnitudes]:
     """What Muown had of each parameter.
 
     Raises:
         ValueError: the checkpoint holds weights alone, so that nothing is known of its optimizer.
     """
-    state = read_optimizer_state(checkpoint, ("magnitude", "row_norm"))
+    state = checkpoint.optimizer_state(("magnitude", "row_norm"))
     if not state:
         raise ValueError(
-            f"{checkpoint} holds weights alone, and nothing of the optimizer whose gradients are asked for"
+            f"{checkpoint.folder} holds weights alone, and nothing of the optimizer whose gradients are asked for"
         )
     return {name: Magnitudes(own["magnitude"], own["row_norm"]) for name, own in state.items() if "magnitude" in own}
 

@@ -26,6 +26,7 @@ from muown_train.data.rows import RowSource, TokenRows
 from muown_train.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from muown_train.data.unigram import unigram_loss
 
+FROM_RUN = ["seq_len", "seed", "valid_tokens", "cache", "vocab_size", "progress"]  # arguments that no setting gives
 FORMAT = 2  # of what is cached: raise it when the same input would give other tokens
 NOT_LIBRARY = {
     *("test", "tests", "idlelib", "idle_test", "lib2to3", "ensurepip", "turtledemo", "lib-dynload"),

@@ -15,11 +15,10 @@ from muown_train.data import sources
 from muown_train.data.byte_bpe import byte_alphabet
 from muown_train.data.corpus import with_ids
 from muown_train.data.documents import expand, read_labelled
-from muown_train.data.sources import TrainingData
+from muown_train.data.sources import FROM_RUN, TrainingData
 from muown_train.data.tokenizer import Tokenizer, token_dtype
 from muown_train.factory import factory
 
-FROM_RUN = ["seq_len", "seed", "valid_tokens", "cache", "vocab_size", "progress"]  # arguments of every data target
 MOST_FILES = 20  # that are sources of their own
 ALL = "all"  # the source of documents that are told apart by nothing
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from muown_train.models.attention import causal_attention
 from muown_train.models.cross_entropy import linear_cross_entropy
 from muown_train.models.kv_cache import KeyValueCache, attention_after
-from muown_train.models.language_model import LanguageModel, check_sizes
+from muown_train.models.language_model import LanguageModel, check_heads, check_sizes
 
 
 def mlp_hidden_size(dim: int, multiple: int = 256) -> int:
@@ -124,8 +124,7 @@ class GPT(LanguageModel):
         super().__init__()
         hidden = mlp_hidden_size(dim) if mlp_hidden is None else mlp_hidden
         check_sizes(vocab_size=vocab_size, layers=layers, dim=dim, heads=heads, seq_len=seq_len, mlp_hidden=hidden)
-        if dim % heads or (dim // heads) % 2:
-            raise ValueError(f"model.dim={dim} does not split into model.heads={heads} heads of even size")
+        check_heads(dim, heads)
         if isinstance(checkpointed, bool) or not isinstance(checkpointed, int) or not 0 <= checkpointed <= layers:
             raise ValueError(f"model.checkpointed={checkpointed!r} must be a whole number of blocks, 0 to {layers}")
         self.checkpointed = checkpointed

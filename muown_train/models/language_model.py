@@ -48,3 +48,13 @@ def check_sizes(**sizes: object) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"model.{name}={size!r} must be a positive integer")
+
+
+def check_heads(dim: int, heads: int) -> None:
+    """Refuse a width that heads of even size, which can be rotated, do not divide.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if dim % heads or (dim // heads) % 2:
+        raise ValueError(f"model.dim={dim} does not split into model.heads={heads} heads of even size")

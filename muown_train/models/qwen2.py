@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muown_train.models.cross_entropy import linear_cross_entropy
 from muown_train.models.kv_cache import KeyValueCache
-from muown_train.models.language_model import LanguageModel, check_sizes
+from muown_train.models.language_model import LanguageModel, check_heads, check_sizes
 
 try:
     from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
@@ -53,8 +53,7 @@ class Qwen2(LanguageModel):
         super().__init__()
         check_sizes(vocab_size=vocab_size, layers=layers, dim=dim, heads=heads, kv_heads=kv_heads)
         check_sizes(mlp_hidden=mlp_hidden, seq_len=seq_len)
-        if dim % heads or (dim // heads) % 2:
-            raise ValueError(f"model.dim={dim} does not split into model.heads={heads} heads of even size")
+        check_heads(dim, heads)
         if heads % kv_heads:
             raise ValueError(f"model.kv_heads={kv_heads} must divide model.heads={heads}")
         self.vocab_size, self.layers, self.dim, self.seq_len = vocab_size, layers, dim, seq_len

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from muown_train.console import duration
-from muown_train.paper.progress import Found
+from muown_train.paper.progress import Found, shown
 from muown_train.records import read_metrics
 from muown_train.status import read_status
 
@@ -150,7 +150,7 @@ class Launcher:
         status, name = job.process.returncode, job.found.cell.name
         left = f"{waiting + len(self.running)} to go"
         if status == 0:
-            state = {"finished": "done"}.get(state := str(read_status(job.found.folder).get("state")), state)
+            state = shown(str(read_status(job.found.folder).get("state")))
             self.say(f"{name}  {state}  {job.at}  in {duration(time.monotonic() - job.began)}; {left}")
             return
         reason = f"status {status}, {_last_words(self.logs / f'{job.found.folder.name}.log')}"

@@ -17,7 +17,6 @@ from muown_train.secrets import redacted_tree
 
 # as reports and lists have it: the more useful, the earlier
 STATES = ("done", "diverged", "running", "stopped", "cut off", "failed", "missing")
-_SHOWN = {"finished": "done"}
 
 
 @dataclass(frozen=True)
@@ -116,12 +115,17 @@ def _refuse_other(folder: Path, settings: Settings) -> None:
 
 def _found(cell: Cell, folder: Path) -> Found:
     run = read_run(folder)
-    state = _SHOWN.get(run.state, run.state)
+    state = shown(run.state)
     if state == "running" and not in_use(folder):
         state = "cut off"
     elif state not in STATES:
         state = _without_record(folder)
     return Found(cell, folder, run, state)
+
+
+def shown(state: str) -> str:
+    """A state of status.json as lists have it."""
+    return "done" if state == "finished" else state
 
 
 def _without_record(folder: Path) -> str:

@@ -3,7 +3,6 @@
 Nothing in a run's folder is changed, and it may still be training. torch is not loaded.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from muown_train.config import DATA_IDENTITY, defines_run, dotted
+from muown_train.files import read_json
 from muown_train.records import Line, read_metrics
 from muown_train.status import read_status
 
@@ -136,7 +136,7 @@ def read_run(folder: str | Path) -> RunRecord:
     config = read_config(folder)
     metrics = folder / "metrics.jsonl"
     lines = read_metrics(metrics) if metrics.exists() else []
-    return RunRecord(folder, config, _manifest(folder), read_status(folder), _columns(lines))
+    return RunRecord(folder, config, read_json(folder / "manifest.json"), read_status(folder), _columns(lines))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -160,14 +160,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise NoRun(f"{file} does not hold settings")
     return config  # type: ignore[return-value]
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return manifest if isinstance(manifest, dict) else {}
 
 
 def _columns(lines: Iterable[Line]) -> dict[str, Series]:
