@@ -12,6 +12,8 @@ from omegaconf import DictConfig
 from muown_train.build import Run, build
 from muown_train.config import composed
 from muown_train.distributed import World
+from muown_train.pending import Update
+from muown_train.trainer import Trainer
 
 HERE = World(0, 1, torch.device("cpu"))
 # a model of 0.15M parameters on `data=files`: an update takes some milliseconds
@@ -57,6 +59,26 @@ def trained(corpus: Path, out: Path, *overrides: str, world: World = HERE) -> Ru
         run.train()
     run.close()
     return run
+
+
+class _Killed(BaseException):
+    """Stands for a kill: nothing after it runs."""
+
+
+def train_until_killed(run: Run, at: int) -> None:
+    """Train a run and end it as a kill would, before the update after `at`."""
+    step = Trainer.train_step
+
+    def kill(trainer: Trainer) -> Update:
+        if trainer.step == at:
+            raise _Killed
+        return step(trainer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "train_step", kill)
+        with pytest.raises(_Killed):
+            run.trainer.fit()
+    run.close()
 
 
 def metrics(folder: Path) -> list[dict]:

@@ -7,8 +7,7 @@ import torch
 
 from muown_train.build import Run, build
 from muown_train.saved_run import open_run
-from muown_train.trainer import Trainer
-from tests.runs import HERE, SMALL, configured, losses, metrics
+from tests.runs import HERE, SMALL, configured, losses, metrics, train_until_killed
 
 SETTING = [setting for setting in SMALL if not setting.startswith("model.")]
 SMALL_MODELS = {
@@ -22,10 +21,6 @@ SMALL_MODELS = {
     "speedrun_muon": ("experiment=speedrun_muon", "model.dim=32", "model.head_dim=16", "optim.lr=0.01"),
     "speedrun_muown": ("experiment=speedrun_muown", "model.dim=32", "model.head_dim=16", "optim.lr=0.01"),
 }
-
-
-class Killed(BaseException):
-    """Stands for a kill: nothing after it runs."""
 
 
 def made(corpus, out, name: str) -> Run:
@@ -45,7 +40,7 @@ def trained(corpus, out, name: str) -> Run:
 
 
 @pytest.mark.parametrize("name", SMALL_MODELS)
-def test_fifty_updates_with_and_without_a_kill(corpus, tmp_path, monkeypatch, name):
+def test_fifty_updates_with_and_without_a_kill(corpus, tmp_path, name):
     whole = trained(corpus, tmp_path / "whole", name)
     lines = metrics(whole.folder)
     valid = [line["valid/loss"] for line in lines if "valid/loss" in line]
@@ -53,18 +48,7 @@ def test_fifty_updates_with_and_without_a_kill(corpus, tmp_path, monkeypatch, na
     assert valid[0] == pytest.approx(math.log(4096), rel=0.05) and valid[-1] < 0.75 * valid[0]
 
     run = made(corpus, tmp_path / "killed", name)
-    step = Trainer.train_step
-
-    def kill(trainer):
-        if trainer.step == 30:
-            raise Killed
-        return step(trainer)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train_step", kill)
-        with pytest.raises(Killed):
-            run.trainer.fit()
-    run.close()
+    train_until_killed(run, 30)
     resumed = trained(corpus, tmp_path / "killed", name)
     assert losses(resumed.folder) == losses(whole.folder)
     pairs = zip(resumed.model.parameters(), whole.model.parameters(), strict=True)

@@ -8,13 +8,8 @@ import torch
 
 from muown_train.distributed import World
 from muown_train.optim import Muown
-from muown_train.trainer import Trainer
 from tests.ranks import on_ranks
-from tests.runs import built, losses, metrics, slow_but, trained
-
-
-class Killed(BaseException):
-    """Stands for a kill: nothing after it runs."""
+from tests.runs import built, losses, metrics, slow_but, train_until_killed, trained
 
 
 def weights(run) -> list[torch.Tensor]:
@@ -60,20 +55,9 @@ def uninterrupted(corpus, tmp_path_factory):
 
 
 @pytest.mark.parametrize("killed_at", slow_but([0, 3, 8, 11], range(12)))
-def test_killed_at_any_step_it_goes_on_bit_for_bit(corpus, tmp_path, monkeypatch, uninterrupted, killed_at):
+def test_killed_at_any_step_it_goes_on_bit_for_bit(corpus, tmp_path, uninterrupted, killed_at):
     run = built(corpus, tmp_path)
-    step = Trainer.train_step
-
-    def kill(trainer):
-        if trainer.step == killed_at:
-            raise Killed
-        return step(trainer)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train_step", kill)
-        with pytest.raises(Killed):
-            run.trainer.fit()
-    run.close()
+    train_until_killed(run, killed_at)
     resumed = trained(corpus, tmp_path)
     expected_lines, expected_weights = uninterrupted
     assert all(torch.equal(a, b) for a, b in zip(weights(resumed), expected_weights, strict=True))
@@ -86,24 +70,13 @@ def test_killed_at_any_step_it_goes_on_bit_for_bit(corpus, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("optim, lr", OPTIMIZERS.items())
-def test_each_optimizer_goes_on_bit_for_bit_after_a_kill(corpus, tmp_path, monkeypatch, optim, lr):
+def test_each_optimizer_goes_on_bit_for_bit_after_a_kill(corpus, tmp_path, optim, lr):
     settings = (f"optim={optim}", f"optim.lr={lr}")
     if optim == "soap":  # refinements of its eigenvectors before and after the checkpoint at 8
         settings += ("optim.precondition_frequency=3",)
     whole = trained(corpus, tmp_path / "whole", *settings)
     run = built(corpus, tmp_path / "killed", *settings)
-    step = Trainer.train_step
-
-    def kill(trainer):
-        if trainer.step == 10:
-            raise Killed
-        return step(trainer)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train_step", kill)
-        with pytest.raises(Killed):
-            run.trainer.fit()
-    run.close()
+    train_until_killed(run, 10)
     resumed = trained(corpus, tmp_path / "killed", *settings)
     assert all(torch.equal(a, b) for a, b in zip(weights(resumed), weights(whole), strict=True))
     assert losses(tmp_path / "killed" / "run") == losses(tmp_path / "whole" / "run")
