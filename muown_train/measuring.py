@@ -1,5 +1,6 @@
 """What a call takes, measured: time, and memory at most."""
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ def peak_memory(action: Callable[[], Any], device: torch.device | str) -> int:
     On a GPU by the allocator's own count, on a CPU by the profiler's record of what is taken and freed, which slows
     the call down.
     """
+    gc.collect()  # what is freed in the call and was there before it would count against what it takes
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
