@@ -7,14 +7,14 @@ import torch
 from muown_train.measuring import peak_memory
 
 
-def test_garbage_from_before_does_not_count_against_a_call():
-    taken = []
+def test_garbage_of_an_earlier_call_does_not_count_against_a_later_one():
+    def leave_garbage():
+        cycle = [torch.zeros(50_000)]
+        cycle.append(cycle)
 
     def action():
         gc.collect()  # as may happen at any time
-        taken.append(torch.zeros(1000))
+        torch.zeros(1000)
 
-    cycle = [torch.zeros(50_000)]
-    cycle.append(cycle)
-    del cycle
+    peak_memory(leave_garbage, "cpu")
     assert 4000 <= peak_memory(action, "cpu") < 8000
