@@ -11,7 +11,8 @@
     device, mfu  of a plan: such as H100-80GB; a known MFU in place of the roofline
     KEY=VALUE    anything else is a setting for every run, such as data.path=DIR or paper_exact=true
 
-run     trains here what is missing, and goes on with what was cut off; Ctrl-C stops all, saved
+run     trains here what is missing, goes on with what was cut off, and measures checkpoints where the experiment asks
+        for it; Ctrl-C stops all, saved
 submit  does so as a SLURM array (slurm/sweep.sbatch); words with dashes go to sbatch: --nodes=2 --partition=gpu
 report  writes OUT/EXPERIMENT/report: table.md, table.csv, table.tex, figure.png, figure.pdf
 
@@ -109,20 +110,27 @@ def plan(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) ->
 
 
 def run(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) -> int:
-    """Train what is missing."""
-    from muown_train.paper.launch import Launcher
-    from muown_train.paper.progress import summary
+    """Train what is missing, and measure what is done."""
+    from muown_train.paper.launch import STOPPED, Launcher, measuring, training
+    from muown_train.paper.progress import progress, summary
 
     wanted = [each for each in found if each.wanted]
     print(summary(found))
     if not wanted:
         print("nothing to train")
-        return 0
+        if not experiment.measure:
+            return 0
     import torch
 
-    folder = Path(own["out"]) / experiment.folder
-    launcher = Launcher(folder / "logs", own["jobs"] or 1, own["ranks"] or 1, torch.cuda.device_count())
-    return launcher.train(wanted)
+    ranks = own["ranks"] or 1
+    logs = Path(own["out"]) / experiment.folder / "logs"
+    launcher = Launcher(logs, own["jobs"] or 1, ranks, torch.cuda.device_count())
+    status = launcher.run([training(each, ranks) for each in wanted]) if wanted else 0
+    if status == STOPPED or not experiment.measure:
+        return status
+    found = progress(experiment, [each.cell for each in found], own["out"], ARCHIVE)
+    done = [each for each in found if each.state == "done" and (each.folder / "checkpoints").exists()]
+    return launcher.run([measuring(each, words, ranks) for words in experiment.measure for each in done])
 
 
 def submit(experiment: "Experiment", found: "list[Found]", own: dict[str, Any], flags: list[str]) -> int:
@@ -181,7 +189,7 @@ def main() -> int:
 
             made = report(experiment, found, further)
             paths = made.write(Path(own["out"]) / experiment.folder / "report")
-            print(made.table().markdown())
+            print("\n".join(table.markdown() for table in made.tables()))
             print("\n".join(made.notes()))
             print(f"{paths[0].parent}: {', '.join(path.name for path in paths)}")
             return 0

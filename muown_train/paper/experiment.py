@@ -7,9 +7,10 @@ node says which runs there are and what the paper reports of them:
     lr          grid of optim.lr; a series may have its own
     series      KEY: {label, set: [overrides], panel (of the figure), lr}
     over        {setting: values}, a further axis of the grid
-    report      which figure `experiment_report` draws
-    quantity    of validation: perplexity (default) or loss
-    own_runs    true: runs of another experiment do not count, whatever their settings
+    report      which figures `experiment_report` draws
+    quantity    of its tables: perplexity (default), loss or step_time
+    measure     what scripts/analyze.py measures of the runs that are done: words, the run's folder left out
+    same        settings that a run must share to count, besides those that define a run: what it measures, or keeps
     gpus        {paper: what it says, device, ranks, mfu (null: by the roofline)}, for gpu_hours; none: for a CPU
     gpu_hours   of all runs, as `scripts/reproduce.py action=plan` estimates them
     paper       KEY: for each lr what the paper reports: mean, [mean, deviation], diverged, or null
@@ -31,7 +32,8 @@ from muown_train.mistakes import nearest
 from muown_train.paper.scale import SCALES, scaled
 
 REPORTS = ("rates", "curves", "spectral", "effective_rank", "gradient_noise", "step_time")
-_KEYS = ("seeds", "lr", "series", "over", "report", "quantity", "own_runs", "gpus", "gpu_hours", "paper")
+QUANTITIES = ("perplexity", "loss", "step_time")
+_KEYS = ("seeds", "lr", "series", "over", "report", "quantity", "measure", "same", "gpus", "gpu_hours", "paper")
 _SERIES_KEYS = ("label", "panel", "set", "lr")
 # what the grid, or the program, decides of every run
 _NOT_FOR_ALL = {
@@ -77,7 +79,8 @@ class Experiment:
     values: tuple[Any, ...]  # (None,) without one
     report: str
     quantity: str
-    own_runs: bool
+    measure: tuple[str, ...]
+    same: tuple[str, ...]
     gpus: Gpus | None  # None: for a CPU
     gpu_hours: float | None
     paper: Mapping[str, Mapping[float, Reported]]  # by series and lr
@@ -218,7 +221,7 @@ def _read(name: str, sentence: str, node: dict[str, Any]) -> Experiment:
     _known(node, _KEYS, "")
     _known({node["report"]: 0}, REPORTS, "report=")
     quantity = node.get("quantity", "perplexity")
-    _known({quantity: 0}, ("perplexity", "loss"), "quantity=")
+    _known({quantity: 0}, QUANTITIES, "quantity=")
     series = []
     for key, each in node["series"].items():
         _known(each, _SERIES_KEYS, f"series.{key}.")
@@ -238,7 +241,8 @@ def _read(name: str, sentence: str, node: dict[str, Any]) -> Experiment:
         tuple(values),
         node["report"],
         quantity,
-        node.get("own_runs", False),
+        tuple(node.get("measure", ())),
+        tuple(node.get("same", ())),
         Gpus(gpus["paper"], gpus["device"], gpus["ranks"], gpus.get("mfu")) if gpus else None,
         node["gpu_hours"] if gpus else None,
         _of_paper(node.get("paper") or {}, series),

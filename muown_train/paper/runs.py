@@ -97,6 +97,17 @@ class RunRecord:
         return float(np.median(speeds)) if len(speeds) else None
 
     @property
+    def step_times(self) -> np.ndarray:
+        """Seconds of an update, float64 (N,): means between log boundaries, without evaluation and saving."""
+        _, speeds = self.series("system/tokens_per_second")
+        return np.asarray(self.config.get("batch_tokens", np.nan) / speeds)
+
+    @property
+    def step_time(self) -> float | None:
+        """Their median."""
+        return float(np.median(self.step_times)) if len(self.step_times) else None
+
+    @property
     def largest_lr(self) -> float | None:
         """Of the first group of parameters (matrices), with the schedule in it."""
         _, lrs = self.series("train/lr")
