@@ -164,6 +164,8 @@ def archive(experiment: "Experiment", found: "list[Found]") -> int:
     from muown_train.paper.progress import summary
 
     print(summary(found))
+    if not any(each.state in ("done", "diverged") for each in found):
+        print("nothing to archive")
     width, stay = max(len(each.folder.name) for each in found), dict[str, None]()
     for each, done in archive_experiment(experiment, found, ARCHIVE):
         print(f"{each.folder.name:<{width}}  {done}", flush=True)

@@ -159,7 +159,7 @@ def test_an_experiment_is_an_array_of_its_runs(cluster, corpus, tmp_path):
     data = ("data=files", f"data.train={corpus}/*.txt", f"cache={corpus}/cache", f"out={tmp_path}")
     script = (sys.executable, "scripts/reproduce.py", "experiment=500m_magnitude", "scale=tiny", "points=1", *data)
     options = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=10")
-    printed = cluster.command(*script, "action=submit", *options, "--hold", f"--output={tmp_path}/%a")
+    printed = cluster.command(*script, "action=submit", "jobs=2", *options, "--hold", f"--output={tmp_path}/%a")
     job = Job(cluster, printed.split()[-1], tmp_path / "0")
     assert cluster.command(*script).endswith("3 runs: 3 queued\n")
     assert "nothing to submit" in cluster.command(*script, "action=submit", *options)
