@@ -16,7 +16,7 @@ from muown_train.paper.runs import NoRun, RunRecord, Settings, read_config, read
 from muown_train.secrets import redacted_tree
 
 # as reports and lists have it: the more useful, the earlier
-STATES = ("done", "diverged", "running", "stopped", "cut off", "failed", "missing")
+STATES = ("done", "diverged", "running", "queued", "stopped", "cut off", "failed", "missing")
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Found:
 
     @property
     def wanted(self) -> bool:
-        """Whether there is something left to train, and nobody who does."""
-        return self.state not in ("done", "diverged", "running")
+        """Whether there is something left to train, and nobody who does or will."""
+        return self.state not in ("done", "diverged", "running", "queued")
 
     @property
     def loss(self) -> float | None:
