@@ -4,6 +4,7 @@ Means are over seeds, of runs that finished; deviations are those of a sample (n
 the table as well. torch is not loaded.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from muown_train.paper.measured_tables import TABLES
 from muown_train.paper.progress import Found, summary
 from muown_train.paper.runs import ABSENT, RunRecord
 from muown_train.paper.tables import Table, csv_text, mean_and_deviation, rate
+
+NEAR = 1.02  # a perplexity, of the best
 
 
 class Quantity(NamedTuple):
@@ -126,7 +129,27 @@ class Report:
     def tables(self) -> list[Table]:
         """All there are: losses, beside the paper's if that can be compared, and what else was measured."""
         further = TABLES.get(self.experiment.report)
-        return [self.table(), *[self.comparison()] * self.comparable, *(further(self) if further else [])]
+        tables = [self.table(), *[self.comparison()] * self.comparable, *(further(self) if further else [])]
+        return [*tables, self.best()] if self.experiment.report == "rates" else tables
+
+    def best(self) -> Table:
+        """A line for each setting with runs: its best learning rate, and those beside it that are nearly as good."""
+        names, rows = dict(self.columns()), []
+        for key, name in names.items():
+            there = [each for each in self.results if (each.series.key, each.value) == key]
+            there = [each for each in sorted(there, key=lambda each: each.lr) if each.values or each.diverged]
+            means = [math.inf if each.mean is None else each.mean for each in there]
+            if not any(map(math.isfinite, means)):
+                continue
+            at = means.index(min(means))
+            limit = means[at] + math.log(NEAR) if self.experiment.quantity == "loss" else means[at] * NEAR
+            first = next((i + 1 for i in range(at - 1, -1, -1) if not means[i] <= limit), 0)
+            last = next((i - 1 for i in range(at + 1, len(means)) if not means[i] <= limit), len(means) - 1)
+            near = f"{rate(there[first].lr)} to {rate(there[last].lr)}"
+            factor = there[last].lr / there[first].lr
+            rows.append([name, rate(there[at].lr), self.cell(there[at]), near, f"{factor:.3g}"])
+        head = ["setting", "best learning rate", self.experiment.quantity, "nearly as good", "a factor of"]
+        return Table(f"Best learning rates, and those beside them within {NEAR - 1:.0%} of the perplexity", head, rows)
 
     def comparison(self) -> Table:
         """A line for each setting that the paper reports."""

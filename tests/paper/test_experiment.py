@@ -238,6 +238,21 @@ def test_a_report_without_runs(multiseed, tmp_path):
     assert "figure" not in (tmp_path / "without" / "table.md").read_text()
 
 
+def test_the_best_learning_rates(tmp_path):
+    """Nearly as good is what lies beside the best without a gap; a run that diverged is a gap."""
+    experiment = load_experiment("1b").part(series=["muown_wd0", "muon_wd0", "adamw_wd0.1"])  # from 3e-3 down
+    ends = {
+        "muown_wd0": [10.15, 10.0, 10.19, 10.21],
+        "muon_wd0": [10.1, "diverged", 10.0, 10.19],
+        "adamw_wd0.1": ["diverged"] * 4,
+    }
+    cells = experiment.cells()
+    rates = experiment.series[0].lr
+    fill(tmp_path / experiment.folder, cells, lambda cell: ends[cell.series.key][rates.index(cell.lr)])
+    rows = report(experiment, progress(experiment, cells, str(tmp_path))).best().rows
+    assert [row[1:] for row in rows] == [["2e-3", "10.00", "1e-3 to 3e-3", "3"], ["1e-3", "10.00", "5e-4 to 1e-3", "2"]]
+
+
 def test_further_axes_and_panels(tmp_path):
     experiment = load_experiment("124m_weight_decay").part(points=2, series=["muon"])
     cells = experiment.cells()
