@@ -5,7 +5,7 @@ the table as well. torch is not loaded.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,8 +49,13 @@ class Result:
     value: Any  # of the experiment's further axis
     lr: float
     runs: tuple[Found, ...]
-    values: tuple[float, ...]  # of those that are done
+    by_seed: Mapping[int, float]  # of those that are done
     paper: Reported
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """Of all seeds that are done."""
+        return tuple(self.by_seed.values())
 
     @property
     def mean(self) -> float | None:
@@ -130,18 +135,25 @@ class Report:
         """All there are: losses, beside the paper's if that can be compared, and what else was measured."""
         further = TABLES.get(self.experiment.report)
         tables = [self.table(), *[self.comparison()] * self.comparable, *(further(self) if further else [])]
-        return [*tables, self.best()] if self.experiment.report == "rates" else tables
+        if self.experiment.report == "rates":
+            tables.append(self.best())
+        if any(len(each.values) > 1 for each in self.results):
+            tables.append(self.differences())
+        return tables
 
-    def best(self) -> Table:
-        """A line for each setting with runs: its best learning rate, and those beside it that are nearly as good."""
-        names, rows = dict(self.columns()), []
-        for key, name in names.items():
+    def tried(self) -> Iterator[tuple[str, list[Result], list[float], int]]:
+        """Of each setting with runs: name, results by learning rate, their means (inf: diverged), the best's place."""
+        for key, name in self.columns():
             there = [each for each in self.results if (each.series.key, each.value) == key]
             there = [each for each in sorted(there, key=lambda each: each.lr) if each.values or each.diverged]
             means = [math.inf if each.mean is None else each.mean for each in there]
-            if not any(map(math.isfinite, means)):
-                continue
-            at = means.index(min(means))
+            if any(map(math.isfinite, means)):
+                yield name, there, means, means.index(min(means))
+
+    def best(self) -> Table:
+        """A line for each setting with runs: its best learning rate, and those beside it that are nearly as good."""
+        rows = []
+        for name, there, means, at in self.tried():
             limit = means[at] + math.log(NEAR) if self.experiment.quantity == "loss" else means[at] * NEAR
             first = next((i + 1 for i in range(at - 1, -1, -1) if not means[i] <= limit), 0)
             last = next((i - 1 for i in range(at + 1, len(means)) if not means[i] <= limit), len(means) - 1)
@@ -150,6 +162,21 @@ class Report:
             rows.append([name, rate(there[at].lr), self.cell(there[at]), near, f"{factor:.3g}"])
         head = ["setting", "best learning rate", self.experiment.quantity, "nearly as good", "a factor of"]
         return Table(f"Best learning rates, and those beside them within {NEAR - 1:.0%} of the perplexity", head, rows)
+
+    def differences(self) -> Table:
+        """Of each setting at its best learning rate the difference from the first one at its own, seed by seed."""
+        tried = [(name, there[at]) for name, there, _, at in self.tried()]
+        (first, of_first), *others = tried
+        digits, rows = max(self.quantity.digits), []
+        for name, each in others:
+            common = [each.by_seed[seed] - value for seed, value in of_first.by_seed.items() if seed in each.by_seed]
+            if not common:
+                continue
+            mean, deviation = mean_and_deviation(common)
+            shown = ABSENT if deviation is None else f"{deviation:.{digits}f}"
+            rows.append([name, rate(each.lr), f"{mean:+z.{digits}f}", shown, str(len(common))])
+        head = ["setting", "best learning rate", "difference", "deviation", "seeds"]
+        return Table(f"Differences from {first} at {rate(of_first.lr)}, seed by seed", head, rows)
 
     def comparison(self) -> Table:
         """A line for each setting that the paper reports."""
@@ -269,8 +296,8 @@ def report(experiment: Experiment, found: Sequence[Found], further: Sequence[str
     results = []
     for (key, value, lr), runs in by_setting.items():
         of = _QUANTITIES[experiment.quantity].of
-        values = [of(run) for each in runs if each.state == "done" and (run := each.run)]
-        there = tuple(number for number in values if number is not None)
+        values = {each.cell.seed: of(run) for each in runs if each.state == "done" and (run := each.run)}
+        there = {seed: number for seed, number in values.items() if number is not None}
         paper = experiment.paper.get(key, {}).get(lr)
         results.append(Result(runs[0].cell.series, value, lr, tuple(runs), there, paper))
     settings = [setting for _, setting in given_in_name(list(further))]

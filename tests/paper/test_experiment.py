@@ -203,7 +203,7 @@ def test_the_papers_own_numbers_make_the_papers_tables(name, tmp_path):
         else:
             assert float(line["valid_perplexity"]) == value
     latex = paths[2].read_text()
-    assert latex.count(r"\toprule") == 2 and "±" not in latex and "—" not in latex
+    assert latex.count(r"\toprule") == len(made.tables()) and "±" not in latex and "—" not in latex
     for row in markdown.rows:
         assert " & ".join(map(tex, row)) + r" \\" in latex
 
@@ -251,6 +251,21 @@ def test_the_best_learning_rates(tmp_path):
     fill(tmp_path / experiment.folder, cells, lambda cell: ends[cell.series.key][rates.index(cell.lr)])
     rows = report(experiment, progress(experiment, cells, str(tmp_path))).best().rows
     assert [row[1:] for row in rows] == [["2e-3", "10.00", "1e-3 to 3e-3", "3"], ["1e-3", "10.00", "5e-4 to 1e-3", "2"]]
+
+
+def test_differences_are_those_of_seeds(multiseed, tmp_path):
+    """Deviations of differences, seed by seed, and not differences of deviations."""
+    experiment, cells = multiseed
+    ends = {
+        ("muown_wd0", 4e-3): [14.0, 15.0, 16.0],
+        ("muon_wd0", 1e-3): [14.5, None, 16.7],
+        ("muown_wd0", 1e-3): [20] * 3,
+    }
+    fill(tmp_path / experiment.folder, cells, lambda cell: ends.get(cell.setting[::2], [21.0] * 3)[cell.seed])
+    made = report(experiment, progress(experiment, cells, str(tmp_path)))
+    assert made.differences().title == "Differences from Muown at 4e-3, seed by seed"
+    assert made.differences().rows == [["Muon, weight decay 0", "1e-3", "+0.600", "0.141", "2"]]
+    assert made.tables()[-1] == made.differences()
 
 
 def test_further_axes_and_panels(tmp_path):
