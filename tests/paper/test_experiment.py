@@ -41,7 +41,7 @@ RUNS = {  # by hand, from the paper's grids
     "500m_step_time": 4,
     "speedrun_width": 8 * 3 * 2,
 }
-OURS = {"corpus_learning_rate": 3 * 8 + 6 + 6 + 5 + 5, "corpus_weight_decay": 2 * 3 * 4, "corpus_width": 6 * 5}
+OURS = {"corpus_learning_rate": 3 * 8 + 6 + 6 + 5 + 5, "corpus_weight_decay": 2 * 3 * 3, "corpus_width": 6 * 5}
 OURS |= {"corpus_magnitude": 3 * 4, "corpus_fused_qkv": 4 * 5}
 OF_RANKS = ("replicated", "distributed")
 UPDATES = {"67m": 2542, "124m": 4730, "308m": 11444}
