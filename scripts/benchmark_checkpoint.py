@@ -26,6 +26,7 @@ from muown_train.config import composed
 from muown_train.distributed import World
 from muown_train.factory import factory
 from muown_train.measuring import seconds
+from muown_train.pipes import script
 
 
 def made(overrides: list[str], device: torch.device) -> tuple[nn.Module, Optimizer]:
@@ -100,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -25,6 +25,7 @@ from muown_train.data.streaming import StreamRows
 from muown_train.data.token_file import TokenWriter, read_tokens
 from muown_train.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
 from muown_train.data.workers import AHEAD, with_workers
+from muown_train.pipes import script
 
 SEQ_LEN = 1024
 ROWS = 64  # in a batch
@@ -159,4 +160,4 @@ def taken(rows: RowSource) -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from muown_train.hardware import device_name
 from muown_train.models import attention, cross_entropy
+from muown_train.pipes import script
 
 TOKENS = 4096
 LENGTHS = (128, 256, 512, 1024, 2048)
@@ -91,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -19,6 +19,7 @@ from torch import Tensor
 from muown_train.measuring import peak_memory
 from muown_train.optim import Muon, Muown, shard
 from muown_train.optim.orthogonalize import has_fast_bfloat16
+from muown_train.pipes import script
 
 # rows, columns and row blocks of the matrices of one layer; number of layers
 SIZES = {
@@ -173,4 +174,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 
+from muown_train.pipes import script
 from muown_train.secrets import redacted
 
 try:
@@ -112,4 +113,4 @@ def speed() -> list[wr.LinePlot]:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)
