@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 FAILED, WRONG, GAVE_UP, INTERRUPTED = 1, 2, 3, 130
 # of the machine, not of a setting: the same command may go on later
-_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
 class Failed(Exception):

@@ -49,6 +49,7 @@ def whole_folder(folder: Path, check: Callable[[Path], None]) -> Iterator[Path]:
 
     Raises:
         ValueError: another process writes it.
+        OSError: naming `folder`, where the block or the disk fails.
     """
     from filelock import FileLock, Timeout  # not where data are read alone
 
@@ -70,6 +71,11 @@ def whole_folder(folder: Path, check: Callable[[Path], None]) -> Iterator[Path]:
                     place.rename(before)
                 partial.rename(place)
                 sync(place.parent)
+            except OSError as error:
+                ours = error.filename is None or Path(error.filename).is_relative_to(partial)
+                if error.errno is None or not ours:
+                    raise
+                raise OSError(error.errno, os.strerror(error.errno), str(folder)) from error
             finally:
                 _put_back(before, place)
                 shutil.rmtree(partial, ignore_errors=True)
