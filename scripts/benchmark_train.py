@@ -32,7 +32,7 @@ import torch
 from plain_gpt import PlainGPT, plain_step
 from torch import Tensor
 
-from muown_train.__main__ import explained
+from muown_train.__main__ import Parser, explained
 from muown_train.build import Run, build
 from muown_train.config import check_overrides, composed
 from muown_train.data.loader import Loader
@@ -220,7 +220,7 @@ def words(settings: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument(
         "configs", nargs="*", default=[[]], type=words, metavar="CONFIG", help="settings in one argument"
     )

@@ -11,10 +11,7 @@ import pytest
 from muown_train.pipes import UNREAD
 from tests.paper.folders import line, settings, write
 from tests.runs import slow_but
-
-ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
-RUNNABLE = [path.name for path in SCRIPTS if "__main__" in path.read_text()]
+from tests.test_scripts import ROOT, RUNNABLE
 
 
 def unread(*words: str, cwd: Path = ROOT) -> tuple[int, str]:
