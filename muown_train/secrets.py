@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,11 @@ _SECRET_KEY = re.compile(_NAME, re.IGNORECASE)
 
 def redacted(text: str) -> str:
     """The text with *** in place of every secret, also of those that JSON or YAML would write otherwise."""
-    for value in _of_environment():
+    return _redacted(text, _of_environment())
+
+
+def _redacted(text: str, values: Iterable[str]) -> str:
+    for value in values:
         for form in {value, json.dumps(value)[1:-1], repr(value)[1:-1], value.replace("'", "''")}:
             text = text.replace(form, HIDDEN)
     for pattern, replacement in _FORMS:
@@ -44,18 +48,22 @@ def redacted(text: str) -> str:
 
 def redacted_tree(tree: Any) -> Any:
     """A copy of nested mappings and lists with `redacted` texts, keys too."""
+    return _redacted_tree(tree, _of_environment())  # read once: it takes longer than a text
+
+
+def _redacted_tree(tree: Any, values: Sequence[str]) -> Any:
     if isinstance(tree, str):
-        return redacted(tree)
+        return _redacted(tree, values)
     if isinstance(tree, Mapping):
-        return {redacted_tree(key): _setting(key, value) for key, value in tree.items()}
+        return {_redacted_tree(key, values): _setting(key, value, values) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [redacted_tree(item) for item in tree]
+        return [_redacted_tree(item, values) for item in tree]
     return tree
 
 
-def _setting(key: Any, value: Any) -> Any:
+def _setting(key: Any, value: Any, values: Sequence[str]) -> Any:
     secret = isinstance(key, str) and isinstance(value, str) and len(value) >= _SHORTEST and _SECRET_KEY.fullmatch(key)
-    return HIDDEN if secret else redacted_tree(value)
+    return HIDDEN if secret else _redacted_tree(value, values)
 
 
 def _of_environment() -> list[str]:

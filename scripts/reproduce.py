@@ -1,6 +1,6 @@
 """An experiment of the paper: `python scripts/reproduce.py experiment=500m_multiseed` lists its runs and their states.
 
-    action       list (default; starts nothing), plan, run, submit, report
+    action       list (default; starts nothing), plan, run, submit, report, archive
     out          folder of all runs (runs); those of an experiment are in OUT/EXPERIMENT
     scale        tiny (seconds a run) or small (minutes): the same experiment with small models, on data=stdlib
     points       so many of each grid of learning rates, evenly spread
@@ -11,9 +11,12 @@
     device, mfu  of a plan: such as H100-80GB; a known MFU in place of the roofline
     KEY=VALUE    anything else is a setting for every run, such as data.path=DIR or paper_exact=true
 
-run     trains here what is missing, and goes on with what was cut off; Ctrl-C stops all, saved
+run     trains here what is missing, goes on with what was cut off, and measures checkpoints where the experiment asks
+        for it; Ctrl-C stops all, saved
 submit  does so as a SLURM array (slurm/sweep.sbatch); words with dashes go to sbatch: --nodes=2 --partition=gpu
+        what such jobs have in the queue already is left out
 report  writes OUT/EXPERIMENT/report: table.md, table.csv, table.tex, figure.png, figure.pdf
+archive copies what is done or diverged to docs/results/runs, without weights and without places of this machine
 
 A run counts if its settings are those of the experiment, wherever under OUT or docs/results/runs it lies. Exit status:
 0; 1 a run failed; 2 a setting that cannot be; 130 interrupted.
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 ARCHIVE = ROOT / "docs" / "results" / "runs"
-ACTIONS = ("list", "plan", "run", "submit", "report")
+ACTIONS = ("list", "plan", "run", "submit", "report", "archive")
 DEFAULTS: dict[str, Any] = {
     "experiment": None,
     "action": "list",
@@ -111,20 +114,27 @@ def plan(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) ->
 
 
 def run(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) -> int:
-    """Train what is missing."""
-    from muown_train.paper.launch import Launcher
-    from muown_train.paper.progress import summary
+    """Train what is missing, and measure what is done."""
+    from muown_train.paper.launch import STOPPED, Launcher, measuring, training
+    from muown_train.paper.progress import progress, summary
 
     wanted = [each for each in found if each.wanted]
     print(summary(found))
     if not wanted:
         print("nothing to train")
-        return 0
+        if not experiment.measure:
+            return 0
     import torch
 
-    folder = Path(own["out"]) / experiment.folder
-    launcher = Launcher(folder / "logs", own["jobs"] or 1, own["ranks"] or 1, torch.cuda.device_count())
-    return launcher.train(wanted)
+    ranks = own["ranks"] or 1
+    logs = Path(own["out"]) / experiment.folder / "logs"
+    launcher = Launcher(logs, own["jobs"] or 1, ranks, torch.cuda.device_count())
+    status = launcher.run([training(each, ranks) for each in wanted]) if wanted else 0
+    if status == STOPPED or not experiment.measure:
+        return status
+    found = progress(experiment, [each.cell for each in found], own["out"], ARCHIVE)
+    done = [each for each in found if each.state == "done" and (each.folder / "checkpoints").exists()]
+    return launcher.run([measuring(each, words, ranks) for words in experiment.measure for each in done])
 
 
 def submit(experiment: "Experiment", found: "list[Found]", own: dict[str, Any], flags: list[str]) -> int:
@@ -132,6 +142,7 @@ def submit(experiment: "Experiment", found: "list[Found]", own: dict[str, Any], 
     from muown_train.files import replace
     from muown_train.paper.launch import line_of
     from muown_train.paper.progress import summary
+    from muown_train.paper.queue import keep_job
 
     wanted = [each for each in found if each.wanted]
     print(summary(found))
@@ -149,7 +160,42 @@ def submit(experiment: "Experiment", found: "list[Found]", own: dict[str, Any], 
     print(f"{runs}: {len(wanted)} runs, at most {jobs} at a time", flush=True)
     environment = os.environ | {"AT_ONCE": str(jobs)}
     sweep = str(ROOT / "slurm" / "sweep.sbatch")
-    return subprocess.run([sweep, *flags, f"@{runs.resolve()}"], cwd=ROOT, env=environment).returncode
+    words = [sweep, *flags, f"@{runs.resolve()}"]
+    done = subprocess.run(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    print(done.stdout, end="")
+    if done.returncode == 0 and not keep_job(runs, done.stdout):
+        print("note: sbatch named no job: a further action=submit will not know of these runs until they begin")
+    return done.returncode
+
+
+def archive(experiment: "Experiment", found: "list[Found]") -> int:
+    """Copy what is done or diverged to where reports find it without OUT."""
+    from muown_train.paper.archive import archive_experiment, places_that_stay
+    from muown_train.paper.progress import summary
+
+    print(summary(found))
+    if not any(each.state in ("done", "diverged") for each in found):
+        print("nothing to archive")
+    width, stay = max(len(each.folder.name) for each in found), dict[str, None]()
+    for each, done in archive_experiment(experiment, found, ARCHIVE):
+        print(f"{each.folder.name:<{width}}  {done}", flush=True)
+        stay |= dict.fromkeys(places_that_stay(each.folder))
+    for setting in stay:
+        print(f"note: {setting} is archived with its place on this machine, since it defines the runs")
+    return 0
+
+
+def queued(found: "list[Found]", own: dict[str, Any]) -> "list[Found]":
+    """What the queue says of them; what only looks goes on without it."""
+    from muown_train.paper.queue import with_queue
+
+    try:
+        return with_queue(found, own["out"], ROOT)
+    except ValueError as error:
+        if own["action"] in ("run", "submit"):
+            raise
+        print(f"note: {error}", file=sys.stderr)
+        return found
 
 
 def main() -> int:
@@ -171,7 +217,10 @@ def main() -> int:
             raise ValueError(f"experiment is not set: there are {', '.join(names())}")
         experiment = load_experiment(str(own["experiment"]), own["scale"])
         experiment = experiment.part(own["points"], own["seeds"], own["series"])
-        found = progress(experiment, experiment.cells(further), own["out"], ARCHIVE)
+        cells = experiment.cells(further)
+        if own["action"] == "archive":
+            return archive(experiment, progress(experiment, cells, own["out"]))
+        found = queued(progress(experiment, cells, own["out"], ARCHIVE), own)
         if own["action"] == "plan":
             return plan(experiment, found, own)
         if own["action"] == "run":
@@ -183,7 +232,7 @@ def main() -> int:
 
             made = report(experiment, found, further)
             paths = made.write(Path(own["out"]) / experiment.folder / "report")
-            print(made.table().markdown())
+            print("\n".join(table.markdown() for table in made.tables()))
             print("\n".join(made.notes()))
             print(f"{paths[0].parent}: {', '.join(path.name for path in paths)}")
             return 0

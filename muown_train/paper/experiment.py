@@ -6,10 +6,11 @@ node says which runs there are and what the paper reports of them:
     seeds       of every setting
     lr          grid of optim.lr; a series may have its own
     series      KEY: {label, set: [overrides], panel (of the figure), lr}
-    over        {setting: values}, a further axis of the grid
-    report      which figure `experiment_report` draws
-    quantity    of validation: perplexity (default) or loss
-    own_runs    true: runs of another experiment do not count, whatever their settings
+    over        {setting: values}, a further axis of the grid; no group of options
+    report      which figures `experiment_report` draws
+    quantity    of its tables: perplexity (default), loss or step_time
+    measure     what scripts/analyze.py measures of the runs that are done: words, the run's folder left out
+    same        settings that a run must share to count, besides those that define a run: what it measures, or keeps
     gpus        {paper: what it says, device, ranks, mfu (null: by the roofline)}, for gpu_hours; none: for a CPU
     gpu_hours   of all runs, as `scripts/reproduce.py action=plan` estimates them
     paper       KEY: for each lr what the paper reports: mean, [mean, deviation], diverged, or null
@@ -17,12 +18,12 @@ node says which runs there are and what the paper reports of them:
 torch is not loaded.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from muown_train.config import CONFIG_DIR, composed, folder_name, given_in_name, parsed
 from muown_train.factory import is_number, whole
@@ -31,7 +32,8 @@ from muown_train.mistakes import nearest
 from muown_train.paper.scale import SCALES, scaled
 
 REPORTS = ("rates", "curves", "spectral", "effective_rank", "gradient_noise", "step_time")
-_KEYS = ("seeds", "lr", "series", "over", "report", "quantity", "own_runs", "gpus", "gpu_hours", "paper")
+QUANTITIES = ("perplexity", "loss", "step_time")
+_KEYS = ("seeds", "lr", "series", "over", "report", "quantity", "measure", "same", "gpus", "gpu_hours", "paper")
 _SERIES_KEYS = ("label", "panel", "set", "lr")
 # what the grid, or the program, decides of every run
 _NOT_FOR_ALL = {
@@ -77,7 +79,8 @@ class Experiment:
     values: tuple[Any, ...]  # (None,) without one
     report: str
     quantity: str
-    own_runs: bool
+    measure: tuple[str, ...]
+    same: tuple[str, ...]
     gpus: Gpus | None  # None: for a CPU
     gpu_hours: float | None
     paper: Mapping[str, Mapping[float, Reported]]  # by series and lr
@@ -124,30 +127,33 @@ class Experiment:
         for override in parsed(further):
             if reason := _NOT_FOR_ALL.get(override.key_or_group):
                 raise ValueError(f"{override.input_line} cannot be given to all runs: {reason}")
-        return [
-            cell
-            for series in self.series
-            for value in self.values
-            for cell in self._cells(series, value, list(further))
-        ]
+            if override.key_or_group == self.over:
+                values = ", ".join(map(str, self.values))
+                raise ValueError(f"{override.input_line} cannot be given to all runs: the grid has {values}")
+        return [cell for series in self.series for cell in self._cells(series, list(further))]
 
-    def _cells(self, series: Series, value: Any, further: list[str]) -> list["Cell"]:
-        axis = [f"{self.over}={value!r}"] if self.over else []
-        shared = unique([f"experiment={self.name}", *series.overrides, *axis])
-        if self.scale:
-            shared = scaled(SCALES[self.scale], shared, further)
-        shared = unique([*shared, *further])
-        config = composed(shared)
-        named = [part for _, part in given_in_name([*axis, *further])]
-        cells = []
-        for lr in series.lr:
-            for seed in self.seeds:
-                config.optim.lr, config.seed = lr, seed
-                resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
-                name = folder_name([series.key, *named, f"lr={lr:g}", f"seed={seed}"])
-                words = (*shared, f"optim.lr={lr!r}", f"seed={seed}")
-                cells.append(Cell(series, value, lr, seed, name, words, resolved))
-        return cells
+    def _cells(self, series: Series, further: list[str]) -> Iterator["Cell"]:
+        config: DictConfig | None = None
+        for value in self.values:
+            axis = [f"{self.over}={value!r}"] if self.over else []
+            shared = unique([f"experiment={self.name}", *series.overrides, *axis])
+            if self.scale:
+                shared = scaled(SCALES[self.scale], shared, further)
+            shared = unique([*shared, *further])
+            if config is None or self.scale:
+                config = composed(shared)
+            elif (
+                self.over
+            ):  # set rather than composed again, as the rate and the seed are: that takes a tenth of a second
+                OmegaConf.update(config, self.over, value)
+            named = [part for _, part in given_in_name([*axis, *further])]
+            for lr in series.lr:
+                for seed in self.seeds:
+                    config.optim.lr, config.seed = lr, seed
+                    resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+                    name = folder_name([series.key, *named, f"lr={lr:g}", f"seed={seed}"])
+                    words = (*shared, f"optim.lr={lr!r}", f"seed={seed}")
+                    yield Cell(series, value, lr, seed, name, words, resolved)
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,7 +224,7 @@ def _read(name: str, sentence: str, node: dict[str, Any]) -> Experiment:
     _known(node, _KEYS, "")
     _known({node["report"]: 0}, REPORTS, "report=")
     quantity = node.get("quantity", "perplexity")
-    _known({quantity: 0}, ("perplexity", "loss"), "quantity=")
+    _known({quantity: 0}, QUANTITIES, "quantity=")
     series = []
     for key, each in node["series"].items():
         _known(each, _SERIES_KEYS, f"series.{key}.")
@@ -238,7 +244,8 @@ def _read(name: str, sentence: str, node: dict[str, Any]) -> Experiment:
         tuple(values),
         node["report"],
         quantity,
-        node.get("own_runs", False),
+        tuple(node.get("measure", ())),
+        tuple(node.get("same", ())),
         Gpus(gpus["paper"], gpus["device"], gpus["ranks"], gpus.get("mfu")) if gpus else None,
         node["gpu_hours"] if gpus else None,
         _of_paper(node.get("paper") or {}, series),

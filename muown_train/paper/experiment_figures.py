@@ -1,8 +1,4 @@
-"""Figures of an experiment: final losses or perplexities against the learning rate, and curves.
-
-A figure whose numbers are not in metrics.jsonl, such as one of spectra, is entered in FIGURES under its `report` by
-whoever measures it; until then the curves of its runs are drawn.
-"""
+"""Figures of an experiment by its `report`: final losses against the learning rate, curves, what else is measured."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from muown_train.paper import style
+from muown_train.paper import measured_figures, style
 from muown_train.paper.curves import LOSS, plot_comparison
 from muown_train.paper.runs import Group
 from muown_train.paper.tables import rate
@@ -80,7 +76,12 @@ def plot_curves(report: "Report", paths: Sequence[Path]) -> bool:
     return bool(groups)
 
 
-FIGURES: dict[str, Callable[["Report", Sequence[Path]], bool]] = {"rates": plot_rates, "curves": plot_curves}
+# of each report the figures by the names of their files, the first of them the paper's
+FIGURES: dict[str, dict[str, Callable[["Report", Sequence[Path]], bool]]] = {
+    "rates": {"figure": plot_rates},
+    "curves": {"figure": plot_curves},
+    **{report: figures | {"losses": plot_curves} for report, figures in measured_figures.FIGURES.items()},
+}
 
 
 def _lines(report: "Report") -> dict[tuple[str, str], list["Result"]]:
@@ -112,10 +113,7 @@ def _frame(axes: "Axes", low: float, high: float) -> None:
     if axes.get_yscale() == "log":
         factor = (high / low) ** _ROOM
         axes.set_ylim(low / factor, high * factor**2)
-        ticks = [n * 10**k for k in range(-2, 7) for n in (1, 1.5, 2, 3, 5, 7) if low <= n * 10**k <= high]
-        if len(ticks) >= 2:
-            axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-            axes.set_yticks([], minor=True)
+        style.plain_ticks(axes)
     else:
         room = _ROOM * (high - low or abs(high) or 1.0)
         axes.set_ylim(low - room, high + 2 * room)

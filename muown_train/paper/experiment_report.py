@@ -4,20 +4,41 @@ Means are over seeds, of runs that finished; deviations are those of a sample (n
 the table as well. torch is not loaded.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from muown_train.config import given_in_name
 from muown_train.files import replace
 from muown_train.paper.experiment import Experiment, Reported, Series
-from muown_train.paper.experiment_figures import FIGURES, plot_curves
+from muown_train.paper.experiment_figures import FIGURES
+from muown_train.paper.measured import measured
+from muown_train.paper.measured_tables import TABLES
 from muown_train.paper.progress import Found, summary
-from muown_train.paper.runs import ABSENT
+from muown_train.paper.runs import ABSENT, RunRecord
 from muown_train.paper.tables import Table, csv_text, mean_and_deviation, rate
 
-_DIGITS = {"perplexity": (2, 3), "loss": (4, 4)}  # of means and deviations, as in the paper
+NEAR = 1.02  # a perplexity, of the best
+
+
+class Quantity(NamedTuple):
+    """What a table is of."""
+
+    title: str
+    column: str  # of the CSV
+    digits: tuple[int, int]  # of means and deviations, as in the paper
+    of: Callable[[RunRecord], float | None]
+
+
+_QUANTITIES = {
+    "perplexity": Quantity(
+        "Validation perplexity", "valid_perplexity", (2, 3), lambda run: run.last("valid/perplexity")
+    ),
+    "loss": Quantity("Validation loss", "valid_loss", (4, 4), lambda run: run.last("valid/loss")),
+    "step_time": Quantity("Median time of an update, seconds", "step_time", (2, 3), lambda run: run.step_time),
+}
 
 
 @dataclass(frozen=True)
@@ -28,8 +49,13 @@ class Result:
     value: Any  # of the experiment's further axis
     lr: float
     runs: tuple[Found, ...]
-    values: tuple[float, ...]  # of those that are done
+    by_seed: Mapping[int, float]  # of those that are done
     paper: Reported
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """Of all seeds that are done."""
+        return tuple(self.by_seed.values())
 
     @property
     def mean(self) -> float | None:
@@ -71,6 +97,11 @@ class Report:
     changed: tuple[str, ...]  # settings besides the experiment's
 
     @property
+    def quantity(self) -> Quantity:
+        """Of which the numbers are."""
+        return _QUANTITIES[self.experiment.quantity]
+
+    @property
     def comparable(self) -> bool:
         return bool(self.experiment.paper) and self.experiment.scale is None
 
@@ -98,13 +129,60 @@ class Report:
             [rate(lr), *(self.cell(results[lr, *key]) if (lr, *key) in results else "" for key, _ in columns)]
             for lr in rates
         ]
-        return Table(f"Validation {self.experiment.quantity}", ["learning rate", *(name for _, name in columns)], rows)
+        return Table(self.quantity.title, ["learning rate", *(name for _, name in columns)], rows)
+
+    def tables(self) -> list[Table]:
+        """All there are: losses, beside the paper's if that can be compared, and what else was measured."""
+        further = TABLES.get(self.experiment.report)
+        tables = [self.table(), *[self.comparison()] * self.comparable, *(further(self) if further else [])]
+        if self.experiment.report == "rates":
+            tables.append(self.best())
+        if any(len(each.values) > 1 for each in self.results):
+            tables.append(self.differences())
+        return tables
+
+    def tried(self) -> Iterator[tuple[str, list[Result], list[float], int]]:
+        """Of each setting with runs: name, results by learning rate, their means (inf: diverged), the best's place."""
+        for key, name in self.columns():
+            there = [each for each in self.results if (each.series.key, each.value) == key]
+            there = [each for each in sorted(there, key=lambda each: each.lr) if each.values or each.diverged]
+            means = [math.inf if each.mean is None else each.mean for each in there]
+            if any(map(math.isfinite, means)):
+                yield name, there, means, means.index(min(means))
+
+    def best(self) -> Table:
+        """A line for each setting with runs: its best learning rate, and those beside it that are nearly as good."""
+        rows = []
+        for name, there, means, at in self.tried():
+            limit = means[at] + math.log(NEAR) if self.experiment.quantity == "loss" else means[at] * NEAR
+            first = next((i + 1 for i in range(at - 1, -1, -1) if not means[i] <= limit), 0)
+            last = next((i - 1 for i in range(at + 1, len(means)) if not means[i] <= limit), len(means) - 1)
+            near = f"{rate(there[first].lr)} to {rate(there[last].lr)}"
+            factor = there[last].lr / there[first].lr
+            rows.append([name, rate(there[at].lr), self.cell(there[at]), near, f"{factor:.3g}"])
+        head = ["setting", "best learning rate", self.experiment.quantity, "nearly as good", "a factor of"]
+        return Table(f"Best learning rates, and those beside them within {NEAR - 1:.0%} of the perplexity", head, rows)
+
+    def differences(self) -> Table:
+        """Of each setting at its best learning rate the difference from the first one at its own, seed by seed."""
+        tried = [(name, there[at]) for name, there, _, at in self.tried()]
+        (first, of_first), *others = tried
+        digits, rows = max(self.quantity.digits), []
+        for name, each in others:
+            common = [each.by_seed[seed] - value for seed, value in of_first.by_seed.items() if seed in each.by_seed]
+            if not common:
+                continue
+            mean, deviation = mean_and_deviation(common)
+            shown = ABSENT if deviation is None else f"{deviation:.{digits}f}"
+            rows.append([name, rate(each.lr), f"{mean:+z.{digits}f}", shown, str(len(common))])
+        head = ["setting", "best learning rate", "difference", "deviation", "seeds"]
+        return Table(f"Differences from {first} at {rate(of_first.lr)}, seed by seed", head, rows)
 
     def comparison(self) -> Table:
         """A line for each setting that the paper reports."""
         names = dict(self.columns())
         head = ("setting", "learning rate", "runs", "here", "paper", "difference")
-        digits = _DIGITS[self.experiment.quantity][0]
+        digits = self.quantity.digits[0]
         rows = []
         for each in self.results:
             if each.series.key not in self.experiment.paper:
@@ -136,7 +214,7 @@ class Report:
 
     def number(self, mean: float, deviation: float | None) -> str:
         """Mean and deviation with the paper's digits."""
-        of_mean, of_deviation = _DIGITS[self.experiment.quantity]
+        of_mean, of_deviation = self.quantity.digits
         return f"{mean:.{of_mean}f}" + ("" if deviation is None else f" ± {deviation:.{of_deviation}f}")
 
     def records(self) -> list[dict[str, Any]]:
@@ -151,7 +229,7 @@ class Report:
                 "runs": len(each.runs),
                 "done": len(each.values),
                 "diverged": each.count("diverged"),
-                f"valid_{self.experiment.quantity}": each.mean,
+                self.quantity.column: each.mean,
                 "deviation": each.deviation,
                 "lowest": min(each.values, default=None),
                 "highest": max(each.values, default=None),
@@ -177,8 +255,10 @@ class Report:
             notes.append(f"Trained on {', '.join(devices)}.")
         if len({each.run.settings.get("data (content)") for each in found if each.run}) > 1:
             notes.append("The runs did not have the same data: their losses may be of different texts.")
-        if self.experiment.report not in FIGURES:
-            notes.append("The paper's figure is of what is measured in these runs; here are their losses.")
+        if self.experiment.report in TABLES:
+            runs = [each.run for each in found if each.run and each.state == "done"]
+            those = sum(bool(measured(run, self.experiment.report)) for run in runs)
+            notes.append(f"{self.experiment.report.replace('_', ' ').capitalize()} was measured in {those} of them.")
         if self.experiment.scale:
             notes.append(f"scale={self.experiment.scale}: nothing here can be compared with the paper's numbers.")
         if self.changed:
@@ -186,23 +266,26 @@ class Report:
         return notes
 
     def write(self, folder: Path) -> list[Path]:
-        """table.md, table.csv, table.tex, and where there is something to draw figure.png and figure.pdf.
+        """table.md, table.csv, table.tex, and of each figure for which there are numbers a PNG and a PDF.
 
         Raises:
             OSError: they cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / f"table.{suffix}" for suffix in ("md", "csv", "tex")]
-        figures = [folder / f"figure.{suffix}" for suffix in ("png", "pdf")]
-        tables = [self.table(), *[self.comparison()] * self.comparable]
-        drawn = FIGURES.get(self.experiment.report, plot_curves)(self, figures)
-        parts = [f"# {self.experiment.name}\n", f"{self.experiment.sentence}.\n"]
-        parts += ["![figure](figure.png)\n"] * drawn + [table.markdown() for table in tables]
+        tables = self.tables()
+        parts, figures = [f"# {self.experiment.name}\n", f"{self.experiment.sentence}.\n"], []
+        for name, plot in FIGURES[self.experiment.report].items():
+            files = [folder / f"{name}.{suffix}" for suffix in ("png", "pdf")]
+            if plot(self, files):
+                parts.append(f"![{name}]({name}.png)\n")
+                figures += files
+        parts += [table.markdown() for table in tables]
         parts.append("\n".join(f"- {note}" for note in self.notes()) + "\n")
         replace(paths[0], "\n".join(parts).encode())
         replace(paths[1], csv_text(self.records()).encode())
         replace(paths[2], "\n".join(table.latex() for table in tables).encode())
-        return paths + figures * drawn
+        return paths + figures
 
 
 def report(experiment: Experiment, found: Sequence[Found], further: Sequence[str] = ()) -> Report:
@@ -212,10 +295,9 @@ def report(experiment: Experiment, found: Sequence[Found], further: Sequence[str
         by_setting.setdefault(each.cell.setting, []).append(each)
     results = []
     for (key, value, lr), runs in by_setting.items():
-        values = [
-            run.last(f"valid/{experiment.quantity}") for each in runs if each.state == "done" and (run := each.run)
-        ]
-        there = tuple(number for number in values if number is not None)
+        of = _QUANTITIES[experiment.quantity].of
+        values = {each.cell.seed: of(run) for each in runs if each.state == "done" and (run := each.run)}
+        there = {seed: number for seed, number in values.items() if number is not None}
         paper = experiment.paper.get(key, {}).get(lr)
         results.append(Result(runs[0].cell.series, value, lr, tuple(runs), there, paper))
     settings = [setting for _, setting in given_in_name(list(further))]

@@ -1,4 +1,4 @@
-"""Training an experiment's missing runs here, several at a time, each in a process of its own.
+"""Training an experiment's missing runs here, and measuring those that are done, each in a process of its own.
 
 A run that is stopped, or dies, goes on from its last checkpoint when it is started again. torch is not loaded.
 """
@@ -19,14 +19,20 @@ from muown_train.paper.progress import Found, shown
 from muown_train.records import read_metrics
 from muown_train.status import read_status
 
+ANALYZE = Path(__file__).resolve().parents[2] / "scripts" / "analyze.py"
 STOPPED = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def command(found: Found, ranks: int = 1) -> list[str]:
     """The command of a run, which trains it from wherever it is."""
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"] if ranks > 1 else []
-    return [sys.executable, "-m", *launcher, "muown_train", *words(found)]
+    return [*python(ranks), "-m", "muown_train", *words(found)]
+
+
+def python(ranks: int) -> list[str]:
+    """Python, or torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [sys.executable, *(launcher if ranks > 1 else [])]
 
 
 def words(found: Found) -> list[str]:
@@ -34,39 +40,68 @@ def words(found: Found) -> list[str]:
     return [*found.cell.overrides, f"out={found.folder.parent}", f"name={found.folder.name}"]
 
 
-def line_of(found: Found) -> str:
-    """The same for a file of commands, which a shell's rules divide into words."""
-    return shlex.join(words(found))
+def training(found: Found, ranks: int = 1) -> "Task":
+    """What trains a run, from wherever it is."""
+    folder = found.folder
 
-
-@dataclass
-class _Job:
-    """A run in training."""
-
-    found: Found
-    slot: int
-    process: subprocess.Popen[bytes]
-    began: float
-
-    @property
-    def at(self) -> str:
+    def at() -> str:
         """How far it is: its last update, of those that it will make, and the loss, of validation at the end."""
-        path = self.found.folder / "metrics.jsonl"
+        path = folder / "metrics.jsonl"
         lines = read_metrics(path, last=20_000) if path.exists() else []
         step = lines[-1]["step"] if lines else 0
-        steps = read_status(self.found.folder).get("steps")
+        steps = read_status(folder).get("steps")
         key = "valid/loss" if step == steps else "train/loss"
         loss = next((line[key] for line in reversed(lines) if key in line), None)
         at = f"step {step:,}/{steps:,}" if steps else "starting"
         return at + (f"  {key.replace('valid/', 'validation ').replace('train/', '')} {loss:.4f}" if loss else "")
 
+    def end() -> str:
+        return f"{shown(str(read_status(folder).get('state')))}  {at()}"
+
+    begins = "goes on" if found.run and found.run.step else "begins"
+    return Task(found.cell.name, folder.name, command(found, ranks), begins, at, end)
+
+
+def measuring(found: Found, words: str, ranks: int = 1) -> "Task":
+    """What measures checkpoints of a run: scripts/analyze.py with these words, those not measured yet."""
+    kind, *rest = shlex.split(words)
+    program = [*python(ranks), str(ANALYZE), kind, str(found.folder), *rest]
+    return Task(found.cell.name, f"{found.folder.name}-{kind}", program, kind, lambda: kind, lambda: f"{kind} measured")
+
+
+def line_of(found: Found) -> str:
+    """The same for a file of commands, which a shell's rules divide into words."""
+    return shlex.join(words(found))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A process for a run."""
+
+    name: str
+    log: str
+    command: list[str]
+    begins: str  # what is said then
+    at: Callable[[], str]  # how far it is
+    end: Callable[[], str]  # what it came to
+
+
+@dataclass
+class _Job:
+    """A task on its way."""
+
+    task: Task
+    slot: int
+    process: subprocess.Popen[bytes]
+    began: float
+
 
 class Launcher:
-    """Trains runs, at most `jobs` at a time.
+    """Does tasks, at most `jobs` at a time.
 
     Args:
-        logs: folder of what the runs print, a file for each.
-        ranks: processes of each run, on a GPU each where there are GPUs.
+        logs: folder of what they print, a file for each.
+        ranks: processes of each, on a GPU each where there are GPUs.
         gpus: of this machine.
         every: seconds between two lines about what is in training.
         say: prints a line.
@@ -79,18 +114,18 @@ class Launcher:
             raise ValueError(f"jobs={jobs} runs of ranks={ranks} need {jobs * ranks} GPUs, there are {gpus}")
         self.logs, self.jobs, self.ranks, self.gpus, self.every, self.say = logs, jobs, ranks, gpus, every, say
         self.running: list[_Job] = []
-        self.failed: list[tuple[Found, str]] = []
+        self.failed: list[tuple[str, str]] = []
         self.stopping: str | None = None
 
-    def train(self, runs: Sequence[Found]) -> int:
-        """Train them, one after the other or side by side; one that fails does not hold the others up.
+    def run(self, tasks: Sequence[Task]) -> int:
+        """Do them, one after the other or side by side; one that fails does not hold the others up.
 
         Returns:
             0; 1 if one failed; 130 if it was interrupted, by Ctrl-C or SIGTERM, after all have saved.
         """
         self.logs.mkdir(parents=True, exist_ok=True)
         self.say(f"what they print: {self.logs}")
-        waiting = list(runs)
+        waiting = list(tasks)
         before = {number: signal.signal(number, self._stop) for number in _SIGNALS}
         told = time.monotonic()
         try:
@@ -103,7 +138,7 @@ class Launcher:
                 if self.running and time.monotonic() - told >= self.every:
                     told = time.monotonic()
                     for job in self.running:
-                        self.say(f"  {job.found.cell.name}  {job.at}")
+                        self.say(f"  {job.task.name}  {job.task.at()}")
         finally:
             for job in self.running:
                 job.process.terminate()
@@ -111,32 +146,31 @@ class Launcher:
                 job.process.wait()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        for found, reason in self.failed:
-            self.say(f"failed: {found.cell.name}: {reason}")
+        for name, reason in self.failed:
+            self.say(f"failed: {name}: {reason}")
         if self.stopping:
             self.say(f"{self.stopping}: all runs have saved; the same command goes on")
             return STOPPED
         return 1 if self.failed else 0
 
-    def _start(self, found: Found) -> None:
+    def _start(self, task: Task) -> None:
         slot = min(set(range(self.jobs)) - {job.slot for job in self.running})
         environment = os.environ | {"OMP_NUM_THREADS": str(self._threads())}
         if self.gpus:
             mine = range(slot * self.ranks, (slot + 1) * self.ranks)
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(self.gpus)[i] for i in mine)
-        log = self.logs / f"{found.folder.name}.log"
-        goes_on = "goes on" if found.run and found.run.step else "begins"
-        self.say(f"{found.cell.name}  {goes_on}")
+        self.say(f"{task.name}  {task.begins}")
+        log = self.logs / f"{task.log}.log"
         with log.open("ab") as file:  # in a session of its own: Ctrl-C reaches it through this process alone
             process = subprocess.Popen(
-                command(found, self.ranks),
+                task.command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
             )
-        self.running.append(_Job(found, slot, process, time.monotonic()))
+        self.running.append(_Job(task, slot, process, time.monotonic()))
 
     def _threads(self) -> int:
         """The cores divided among all processes, unless the caller has said how many threads each may have."""
@@ -147,17 +181,16 @@ class Launcher:
 
     def _end(self, job: _Job, waiting: int) -> None:
         self.running.remove(job)
-        status, name = job.process.returncode, job.found.cell.name
+        status, name = job.process.returncode, job.task.name
         left = f"{waiting + len(self.running)} to go"
         if status == 0:
-            state = shown(str(read_status(job.found.folder).get("state")))
-            self.say(f"{name}  {state}  {job.at}  in {duration(time.monotonic() - job.began)}; {left}")
+            self.say(f"{name}  {job.task.end()}  in {duration(time.monotonic() - job.began)}; {left}")
             return
-        reason = f"status {status}, {_last_words(self.logs / f'{job.found.folder.name}.log')}"
+        reason = f"status {status}, {_last_words(self.logs / f'{job.task.log}.log')}"
         if self.stopping:  # asked before it could say that it is stopped
-            self.say(f"{name}  stopped  {job.at}")
+            self.say(f"{name}  stopped  {job.task.at()}")
             return
-        self.failed.append((job.found, reason))
+        self.failed.append((name, reason))
         self.say(f"{name}  failed  {reason}; {left}")
 
     def _stop(self, number: int, frame: FrameType | None) -> None:

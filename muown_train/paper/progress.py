@@ -16,7 +16,7 @@ from muown_train.paper.runs import NoRun, RunRecord, Settings, read_config, read
 from muown_train.secrets import redacted_tree
 
 # as reports and lists have it: the more useful, the earlier
-STATES = ("done", "diverged", "running", "stopped", "cut off", "failed", "missing")
+STATES = ("done", "diverged", "running", "queued", "stopped", "cut off", "failed", "missing")
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Found:
 
     @property
     def wanted(self) -> bool:
-        """Whether there is something left to train, and nobody who does."""
-        return self.state not in ("done", "diverged", "running")
+        """Whether there is something left to train, and nobody who does or will."""
+        return self.state not in ("done", "diverged", "running", "queued")
 
     @property
     def loss(self) -> float | None:
@@ -62,20 +62,18 @@ def progress(experiment: Experiment, cells: Sequence[Cell], out: str, archive: P
     places = [Path(out)] + ([archive] if archive else [])
     folder = Path(out) / experiment.folder
     by_rate: dict[Any, list[tuple[Path, Settings]]] = {}
-    for path in _folders(experiment, places):
+    for path in _folders(places):
         try:
             config = read_config(path)
         except NoRun:  # being made, or broken: it is no finished run in any case
             continue
-        settings = settings_of(config)
+        settings = settings_of(config) | {key: config.get(key) for key in experiment.same}
         by_rate.setdefault((config.get("seed"), settings.get("optim.lr")), []).append((path, settings))
     found = []
     for cell in cells:
-        settings = settings_of(redacted_tree(cell.config))
+        settings = settings_of(redacted_tree(cell.config)) | {key: cell.config.get(key) for key in experiment.same}
         there = by_rate.get((cell.seed, cell.lr), [])
         same = [path for path, of_run in there if same_settings(of_run, settings)]
-        if experiment.own_runs:  # which settings cannot tell from others: what is measured in them, or kept
-            same = [path for path in same if path.name == cell.name]
         own = folder / check_name(cell.name)
         if own not in same:
             _refuse_other(own, settings)
@@ -85,14 +83,11 @@ def progress(experiment: Experiment, cells: Sequence[Cell], out: str, archive: P
     return found
 
 
-def _folders(experiment: Experiment, places: Iterable[Path]) -> Iterator[Path]:
+def _folders(places: Iterable[Path]) -> Iterator[Path]:
     """Folders of runs in places and in folders there; of those that share a name the first place's come first."""
-    pattern = f"{experiment.folder}/*/config.yaml"
     for place in places:
-        if not experiment.own_runs:
-            yield from (path.parent for path in sorted(place.glob("*/config.yaml")))
-            pattern = "*/*/config.yaml"
-        yield from (path.parent for path in sorted(place.glob(pattern)))
+        for pattern in ("*/config.yaml", "*/*/config.yaml"):
+            yield from (path.parent for path in sorted(place.glob(pattern)))
 
 
 def same_settings(of_run: Mapping[str, Any], of_cell: Mapping[str, Any]) -> bool:
@@ -104,7 +99,8 @@ def _refuse_other(folder: Path, settings: Settings) -> None:
     """Error if a folder that a cell would train in holds a run with other settings."""
     if not (folder / "config.yaml").exists():
         return
-    there = settings_of(read_config(folder))
+    config = read_config(folder)
+    there = settings_of(config) | {key: config.get(key) for key in settings if key in config}
     for key, value in there.items():
         if value != settings.get(key):
             raise ValueError(

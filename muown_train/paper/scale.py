@@ -70,6 +70,8 @@ def scaled(scale: Scale, overrides: Sequence[str], further: Sequence[str] = ()) 
     }
     if config["keep_every"]:  # as many of its checkpoints as there were
         plain["keep_every"] = every
+    if config.get("probes"):
+        plain["probe_every"] = every
     sizes = [f"++model.{key}={value}" for key, value in small.items()]
     values = [f"{key}={'null' if value is None else str(value).lower()}" for key, value in plain.items()]
     own = {word.partition("=")[0].lstrip("+") for word in (*sizes, *values)}

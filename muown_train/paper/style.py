@@ -9,6 +9,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:  # a run that only trains does not load matplotlib
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -25,6 +27,7 @@ BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK = COLOURS = (
 LINES = ("-", "--", "-.", ":")
 MARKERS = "osD^vPX"
 _LONGEST = 20  # letters of a value in a legend
+_TICKS = 3  # that a logarithmic axis has at least
 _LOOK: dict[Any, Any] = {
     "font.size": 8,
     "axes.titlesize": 9,
@@ -91,6 +94,19 @@ def count_axis(axes: "Axes", label: str, least: float | None = None) -> None:
         axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(label)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))
+
+
+def plain_ticks(axes: "Axes") -> None:
+    """The y axis, logarithmic over few decades, has numbers such as 0.15 or 20 instead of powers of ten."""
+    low, high = axes.get_ylim()
+    for parts in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), np.arange(1, 10, 0.5), np.arange(1, 10, 0.1)):
+        ticks = [tick for k in range(-9, 9) for part in parts if low <= (tick := float(f"{part:g}e{k}")) <= high]
+        if len(ticks) >= _TICKS:
+            break
+    if len(ticks) >= 2:
+        axes.set_yticks(ticks[:: 1 + len(ticks) // (2 * _TICKS)], minor=False)
+        axes.set_yticks([], minor=True)
+        axes.yaxis.set_major_formatter("{x:g}")
 
 
 def name(text: str, width: int) -> str:

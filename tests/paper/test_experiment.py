@@ -43,6 +43,7 @@ RUNS = {  # by hand, from the paper's grids
 }
 OURS = {"corpus_learning_rate": 3 * 8 + 6 + 6 + 5 + 5, "corpus_weight_decay": 2 * 3 * 4, "corpus_width": 6 * 5}
 OURS |= {"corpus_magnitude": 3 * 4, "corpus_fused_qkv": 4 * 5}
+OF_RANKS = ("replicated", "distributed")
 UPDATES = {"67m": 2542, "124m": 4730, "308m": 11444}
 
 
@@ -87,7 +88,7 @@ def test_every_run_can_be_built(name, scale):
     experiment = load_experiment(name, scale)
     cells = experiment.cells()
     assert len(cells) == RUNS[name] and len({cell.name for cell in cells}) == RUNS[name]
-    assert len({str(settings_of(cell.config)) + str(cell.seed) for cell in cells}) == RUNS[name] or experiment.own_runs
+    assert len({str(settings_of(cell.config)) + str(cell.seed) for cell in cells}) == RUNS[name] or experiment.same
     seen = set()
     for cell in cells:
         top = top_level(dict(cell.config), cell.name)
@@ -131,6 +132,8 @@ def test_grids_and_numbers_are_the_papers():
     paper = targets()
     for name, table in paper["tables"].items():
         if name == "500m_step_time_seconds":
+            stated = {f"{key}_{how}": {2e-3: value} for how in OF_RANKS for key, value in table[how].items()}
+            assert load_experiment("500m_step_time").paper == stated
             continue
         experiment = load_experiment(name)
         rates = table.pop("lr")
@@ -200,7 +203,7 @@ def test_the_papers_own_numbers_make_the_papers_tables(name, tmp_path):
         else:
             assert float(line["valid_perplexity"]) == value
     latex = paths[2].read_text()
-    assert latex.count(r"\toprule") == 2 and "±" not in latex and "—" not in latex
+    assert latex.count(r"\toprule") == len(made.tables()) and "±" not in latex and "—" not in latex
     for row in markdown.rows:
         assert " & ".join(map(tex, row)) + r" \\" in latex
 
@@ -233,6 +236,36 @@ def test_a_report_without_runs(multiseed, tmp_path):
     made = report(small, progress(small, small.cells(), str(tmp_path)))
     assert len(made.write(tmp_path / "without")) == 3 and not made.comparable
     assert "figure" not in (tmp_path / "without" / "table.md").read_text()
+
+
+def test_the_best_learning_rates(tmp_path):
+    """Nearly as good is what lies beside the best without a gap; a run that diverged is a gap."""
+    experiment = load_experiment("1b").part(series=["muown_wd0", "muon_wd0", "adamw_wd0.1"])  # from 3e-3 down
+    ends = {
+        "muown_wd0": [10.15, 10.0, 10.19, 10.21],
+        "muon_wd0": [10.1, "diverged", 10.0, 10.19],
+        "adamw_wd0.1": ["diverged"] * 4,
+    }
+    cells = experiment.cells()
+    rates = experiment.series[0].lr
+    fill(tmp_path / experiment.folder, cells, lambda cell: ends[cell.series.key][rates.index(cell.lr)])
+    rows = report(experiment, progress(experiment, cells, str(tmp_path))).best().rows
+    assert [row[1:] for row in rows] == [["2e-3", "10.00", "1e-3 to 3e-3", "3"], ["1e-3", "10.00", "5e-4 to 1e-3", "2"]]
+
+
+def test_differences_are_those_of_seeds(multiseed, tmp_path):
+    """Deviations of differences, seed by seed, and not differences of deviations."""
+    experiment, cells = multiseed
+    ends = {
+        ("muown_wd0", 4e-3): [14.0, 15.0, 16.0],
+        ("muon_wd0", 1e-3): [14.5, None, 16.7],
+        ("muown_wd0", 1e-3): [20] * 3,
+    }
+    fill(tmp_path / experiment.folder, cells, lambda cell: ends.get(cell.setting[::2], [21.0] * 3)[cell.seed])
+    made = report(experiment, progress(experiment, cells, str(tmp_path)))
+    assert made.differences().title == "Differences from Muown at 4e-3, seed by seed"
+    assert made.differences().rows == [["Muon, weight decay 0", "1e-3", "+0.600", "0.141", "2"]]
+    assert made.tables()[-1] == made.differences()
 
 
 def test_further_axes_and_panels(tmp_path):
@@ -283,18 +316,27 @@ def test_a_run_with_other_settings_in_the_place_of_one(multiseed, tmp_path):
         progress(experiment, cells, str(tmp_path))
 
 
-def test_measured_runs_are_an_experiments_own(tmp_path):
-    """What replicates the optimizer, and keeps checkpoints, cannot be told by settings that define a run."""
-    experiment = load_experiment("500m_step_time")
-    cells = experiment.cells()
-    fill(tmp_path / experiment.folder, cells[:1], lambda cell: 14.0)
-    fill(tmp_path / "spectral_500m", cells[1:2], lambda cell: 14.0)
-    found = progress(experiment, cells, str(tmp_path))
-    assert [each.state for each in found] == ["done"] + ["missing"] * 3
-    assert (
-        "The paper's figure is of what is measured in these runs; here are their losses."
-        in report(experiment, found).notes()
-    )
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("500m_step_time", {"shard_optimizer": True}),
+        ("500m_step_time", {"probes": {"spectral": {}}}),
+        ("spectral_500m", {"probe_every": 50}),
+        ("spectral_500m", {"probes": None}),
+        ("gradient_noise_124m", {"keep_every": None}),
+    ],
+)
+def test_runs_that_do_not_measure_what_is_asked_for_do_not_count(name, change, tmp_path):
+    """What a run measures, and keeps for measurements, and how it is sharded, is no setting that defines it."""
+    experiment = load_experiment(name)
+    cells = experiment.cells()[:2]
+    fill(tmp_path / "elsewhere", cells, lambda cell: 14.0)
+    file = tmp_path / "elsewhere" / cells[1].name / "config.yaml"
+    file.write_text(yaml.safe_dump(dict(cells[1].config) | change))
+    assert [each.state for each in progress(experiment, cells, str(tmp_path))] == ["done", "missing"]
+    (tmp_path / "elsewhere").rename(tmp_path / experiment.folder)
+    with pytest.raises(ValueError, match=rf"seed=0 holds a run with {next(iter(change))}=.*, the experiment has"):
+        progress(experiment, cells, str(tmp_path))
 
 
 def test_whether_a_run_is_in_training(multiseed, tmp_path):

@@ -11,12 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from muown_train.config import composed
 from muown_train.paper import launch
 from muown_train.paper.experiment import load_experiment
 from muown_train.paper.launch import Launcher
 from muown_train.paper.progress import progress
+from muown_train.paper.queue import keep_job
 from muown_train.paper.runs import read_run
 from tests.paper.experiments import fill, of_paper
 from tests.runs import metrics
@@ -47,7 +49,7 @@ def small(corpus: Path, out: Path, *words: str) -> list[str]:
 
 def states(said: str) -> dict[str, str]:
     """What a list says of each run."""
-    return dict(re.findall(r"^(\S+)  +(done|diverged|running|stopped|cut off|failed|missing)", said, re.M))
+    return dict(re.findall(r"^(\S+)  +(done|diverged|running|queued|stopped|cut off|failed|missing)", said, re.M))
 
 
 def test_a_list_of_nothing_and_of_a_half(reproduce, tmp_path):
@@ -70,6 +72,14 @@ def test_a_part_of_an_experiment(reproduce, tmp_path):
     assert list(states(said)) == names
     _, said = reproduce("experiment=500m_multiseed", "points=1", "seeds=1", "series=muon_wd0", "paper_exact=true")
     assert list(states(said)) == ["muon_wd0-paper_exact=True-lr=0.002-seed=0"]
+
+
+@pytest.mark.parametrize("scale", [None, "tiny"])
+def test_a_further_axis_is_set_as_a_command_line_would_set_it(scale):
+    experiment = load_experiment("124m_weight_decay", scale).part(points=1)
+    for cell in experiment.cells(["grad_clip=2"]):
+        composed_anew = OmegaConf.to_container(composed(list(cell.overrides)), resolve=True)
+        assert composed_anew == cell.config and cell.config["optim"]["weight_decay"] == cell.value
 
 
 def test_keys_with_dashes(reproduce):
@@ -122,6 +132,10 @@ def test_a_plan(reproduce, tmp_path):
         (["experiment=1b", "series=muon"], "series=muon: 1b has none of that name (did you mean muon_wd0"),
         (["experiment=1b", "grad_clip=1,2"], "grad_clip=1,2 is several values: the grid is the experiment's"),
         (["experiment=1b", "seed=1"], "seed=1 cannot be given to all runs: seeds=N takes the first N seeds"),
+        (
+            ["experiment=124m_weight_decay", "optim.weight_decay=0"],
+            "optim.weight_decay=0 cannot be given to all runs: the",
+        ),
         (["experiment=1b", "name=x"], "name=x cannot be given to all runs"),
         (["experiment=1b", "grad_clp=1"], "there is no key grad_clp (did you mean grad_clip?)"),
         (["experiment=1b", "points", "2"], "cannot read 'points': settings are key=value without spaces"),
@@ -174,6 +188,67 @@ def test_submitting(reproduce, tmp_path, monkeypatch):
         assert given == [*cell.overrides, f"out={folder}", f"name={cell.name}", "time_limit=5"]
 
 
+@pytest.fixture
+def slurm(tmp_path, monkeypatch) -> Path:
+    """Stand-ins: sbatch names job 17, squeue says what is in the file `queue` here, and fails where there is none."""
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    for name, script in (("sbatch", "echo Submitted batch job 17"), ("squeue", f"cat {tmp_path}/queue")):
+        (bin_folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (bin_folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.chdir(ROOT)
+    return tmp_path
+
+
+def test_what_is_in_the_queue_is_not_submitted_again(reproduce, slurm, capsys):
+    words = ("experiment=500m_magnitude", "points=1", "scale=tiny", f"out={slurm}/of runs")
+    status, said = reproduce(*words, "series=adam,fixed", "action=submit")
+    assert status == 0 and said.endswith("Submitted batch job 17\n")
+    (slurm / "queue").write_text("17 0 PENDING\n17 1 RUNNING\n17 7 PENDING\n16 1 PENDING\n15 N/A RUNNING\n")
+    _, said = reproduce(*words)
+    fixed, signum, adam = load_experiment("500m_magnitude", "tiny").part(1).cells()
+    assert states(said) == {adam.name: "queued", fixed.name: "running", signum.name: "missing"}
+    assert said.endswith("3 runs: 1 running, 1 queued, 1 missing\n")
+    assert reproduce(*words, "series=adam,fixed", "action=submit")[1].endswith("nothing to submit\n")
+    assert reproduce(*words, "series=adam", "action=run")[1].endswith("nothing to train\n")
+    _, said = reproduce(*words, "action=submit")
+    assert ": 1 runs, at most" in said
+    (slurm / "queue").write_text("16 1 PENDING\n")
+    assert set(states(reproduce(*words)[1]).values()) == {"missing"}
+    fill(slurm / "of runs" / "500m_magnitude-tiny", [adam], lambda cell: 14.0)
+    (slurm / "queue").write_text("17 0 PENDING\n")
+    assert states(reproduce(*words)[1])[adam.name] == "done"
+
+
+def test_a_queue_that_does_not_answer(reproduce, slurm, capsys):
+    words = ("experiment=500m_magnitude", *RUN_WORDS, f"out={slurm}/runs")
+    assert reproduce(*words)[0] == 0  # nothing was submitted: it is not asked
+    reproduce(*words, "action=submit")
+    assert set(states(reproduce(*words)[1]).values()) == {"missing"}
+    with pytest.raises(SystemExit) as stopped:
+        reproduce(*words, "action=submit")
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and "error: squeue does not answer (cat: " in said and "is not known" in said
+
+
+@pytest.mark.parametrize(
+    ("said", "number"),
+    [
+        ("Submitted batch job 17\n", "17"),
+        ("sbatch: a word from 3 sites\nSubmitted batch job 17 on cluster c2\n", "17"),
+        ("17;c2\n", "17"),
+        ("", None),
+        ("none\n", None),
+    ],
+)
+def test_the_job_that_sbatch_names(tmp_path, said, number):
+    assert keep_job(tmp_path / "submitted-1.txt", said) == (number is not None)
+    written = [path.read_text() for path in tmp_path.iterdir()]
+    assert written == ([f"{number}\n"] if number else [])
+
+
 @pytest.mark.parametrize(("given", "names"), [(None, ["0", "1", "2", "3"]), ("4,5,6,7", ["4", "5", "6", "7"])])
 def test_runs_side_by_side_have_gpus_of_their_own(tmp_path, monkeypatch, given, names):
     started = []
@@ -195,7 +270,7 @@ def test_runs_side_by_side_have_gpus_of_their_own(tmp_path, monkeypatch, given, 
     experiment = load_experiment("500m_magnitude", "tiny").part(1)
     found = progress(experiment, experiment.cells(), str(tmp_path))
     said: list[str] = []
-    assert Launcher(tmp_path / "logs", 2, 2, 4, say=said.append).train(found) == 0
+    assert Launcher(tmp_path / "logs", 2, 2, 4, say=said.append).run([launch.training(each, 2) for each in found]) == 0
     assert [env["CUDA_VISIBLE_DEVICES"] for _, env in started] == [
         ",".join(names[:2]),
         ",".join(names[2:]),
@@ -220,13 +295,17 @@ def test_an_experiment_whole(corpus, tmp_path):
         assert len(list((folder / "checkpoints").glob("step-*"))) == 3  # kept for what measures them
         assert "experiment" not in read_run(folder).config
     again = subprocess.run([*words, "action=run"], capture_output=True, text=True)
-    assert again.returncode == 0 and again.stdout.endswith("nothing to train\n")
+    assert again.returncode == 0 and "nothing to train\n" in again.stdout
+    for folder in folders:
+        measured = (folder / "analysis" / "gradient_noise.jsonl").read_text().splitlines()
+        assert [json.loads(each)["step"] for each in measured] == [10, 20, 30]
     made = subprocess.run([*words, "action=report"], capture_output=True, text=True)
     report = tmp_path / "gradient_noise_124m-tiny" / "report"
     assert made.returncode == 0 and (report / "figure.png").stat().st_size > 10_000
     final = {float(f"{read_run(folder).last('valid/perplexity'):.2f}") for folder in folders}
     shown = {float(cell) for cell in re.findall(r" (\d+\.\d\d) \|", (report / "table.md").read_text())}
-    assert shown == final
+    assert final <= shown
+    assert "Gradient noise was measured in 2 of them." in made.stdout and "| 30 | " in made.stdout
 
 
 def wait_until(true, seconds: float = 120) -> None:

@@ -58,7 +58,7 @@ def test_what_is_no_run(tmp_path):
         read_run(tmp_path / "nothing")
     with pytest.raises(NoRun, match=r"runs is no run's folder, it has no config.yaml: did you mean .*runs/\*\?"):
         read_run(tmp_path / "runs")
-    for text in ("a: [", "- 1\n", "a: ${b\n", "\tx"):
+    for text in ("a: [", "- 1\n", "3\n", "", "\tx"):
         (tmp_path / "config.yaml").write_text(text)
         with pytest.raises(NoRun, match=r"config.yaml"):
             read_run(tmp_path)

@@ -155,11 +155,18 @@ def test_a_sweep_trains_each_combination_once(cluster, corpus, tmp_path):
 
 
 def test_an_experiment_is_an_array_of_its_runs(cluster, corpus, tmp_path):
-    """The grid of an experiment is submitted, and then lists as done."""
+    """The grid of an experiment is submitted, once, and then lists as done."""
     data = ("data=files", f"data.train={corpus}/*.txt", f"cache={corpus}/cache", f"out={tmp_path}")
     script = (sys.executable, "scripts/reproduce.py", "experiment=500m_magnitude", "scale=tiny", "points=1", *data)
     options = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=10")
-    printed = cluster.command(*script, "action=submit", *options, f"--output={tmp_path}/%a")
-    Job(cluster, printed.split()[-1], tmp_path / "0").wait_gone(200)
+    printed = cluster.command(*script, "action=submit", "jobs=2", *options, "--hold", f"--output={tmp_path}/%a")
+    job = Job(cluster, printed.split()[-1], tmp_path / "0")
+    assert cluster.command(*script).endswith("3 runs: 3 queued\n")
+    assert "nothing to submit" in cluster.command(*script, "action=submit", *options)
+    cluster.command("scontrol", "release", job.number)
+    wait_for(lambda: "RUNNING" in cluster.command("squeue", "-h", "-o%T"), 90, job.told)
+    assert " queued" in (said := cluster.command(*script)) and " running" in said
+    assert "nothing to submit" in cluster.command(*script, "action=submit", *options)
+    job.wait_gone(200)
     assert cluster.command(*script).endswith("3 runs: 3 done\n"), (tmp_path / "0").read_text()
     assert "nothing to submit" in cluster.command(*script, "action=submit", *options)

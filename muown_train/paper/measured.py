@@ -1,0 +1,158 @@
+"""What was measured of runs besides losses: by probes in them, and by scripts/analyze.py of their checkpoints.
+
+A number's name is MATRIX/QUANTITY, where a matrix is such as `blocks.3.attention.qkv.weight:0`. torch is not loaded.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from muown_train.paper.runs import RunRecord, Series
+from muown_train.paper.tables import rate
+from muown_train.records import read_metrics
+
+if TYPE_CHECKING:
+    from muown_train.paper.experiment_report import Report
+
+_KINDS = {  # as a figure names matrices that all layers have
+    "attention.q": "query",
+    "attention.k": "key",
+    "attention.v": "value",
+    "attention.out": "attention out",
+    "mlp.gate_up": "MLP in",
+    "mlp.up": "MLP in",
+    "mlp.out": "MLP out",
+}
+
+
+class Place(NamedTuple):
+    """Where a matrix is."""
+
+    kind: str
+    layer: int | None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number of several matrices and runs at each step that any of them has."""
+
+    steps: np.ndarray  # (S,)
+    quantiles: np.ndarray  # (5, S): least, lower quartile, median, upper quartile, largest
+
+    @property
+    def median(self) -> np.ndarray:
+        """(S,)."""
+        return np.asarray(self.quantiles[2])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of all runs of a setting: of each by name the steps and the values."""
+
+    label: str
+    runs: Sequence[Mapping[str, Series]]
+
+    def kinds(self) -> list[str]:
+        """Of the matrices, in their order in the model."""
+        return list(dict.fromkeys(place_of(name).kind for run in self.runs for name in run if is_matrix(name)))
+
+    def layers(self) -> list[int]:
+        """Of the model."""
+        places = [place_of(name).layer for run in self.runs for name in run if is_matrix(name)]
+        return sorted({layer for layer in places if layer is not None})
+
+    def spread(self, quantity: str, kind: str | None = None, layer: int | None = None) -> Spread:
+        """Of matrices of a kind, or of all; of a layer, or of all; of all runs. Numbers that are none do not count."""
+        by_step: dict[float, list[float]] = {}
+        for run in self.runs:
+            for name, (steps, values) in run.items():
+                matrix, _, what = name.partition("/")
+                if what != quantity or not is_matrix(name):
+                    continue
+                place = place_of(matrix)
+                if kind not in (None, place.kind) or layer not in (None, place.layer):
+                    continue
+                for step, value in zip(steps.tolist(), values.tolist(), strict=True):
+                    if np.isfinite(value):
+                        by_step.setdefault(step, []).append(value)
+        steps = np.array(sorted(by_step))
+        found = [np.quantile(by_step[step], (0, 0.25, 0.5, 0.75, 1)) for step in steps]
+        return Spread(steps, np.array(found).reshape(-1, 5).T)
+
+    def singular_values(self, kind: str, layer: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Singular values at the last step: part of them that are smaller (Q,), from 0 to 1, and the values (Q,).
+
+        Of several layers and runs the medians. Both are empty where quantiles were not measured.
+        """
+        found: dict[float, float] = {}
+        prefix = "singular_value/"
+        for what in dict.fromkeys(name.partition("/")[2] for run in self.runs for name in run):
+            if what.startswith(prefix):
+                spread = self.spread(what, kind, layer)
+                if len(spread.steps):
+                    found[float(what.removeprefix(prefix))] = float(spread.median[-1])
+        parts = sorted(found)
+        return np.array(parts), np.array([found[part] for part in parts])
+
+
+def lines_of(report: "Report", probe: str) -> list[Measured]:
+    """Of each setting of an experiment what a probe measured in its runs; settings without any are left out."""
+    names = dict(report.columns())
+    rates = {(result.series.key, result.value): 0 for result in report.results}
+    for result in report.results:
+        rates[result.series.key, result.value] += 1
+    lines = []
+    for result in report.results:
+        runs = [found for each in result.runs if each.run and (found := measured(each.run, probe))]
+        if runs:
+            key = result.series.key, result.value
+            lines.append(Measured(names[key] + (f", lr {rate(result.lr)}" if rates[key] > 1 else ""), runs))
+    return lines
+
+
+def is_matrix(name: str) -> bool:
+    """Whether a number is that of a matrix, and not one over all of them."""
+    return "." in name.partition("/")[0]
+
+
+def place_of(name: str) -> Place:
+    """The kind and the layer of a matrix; the blocks of a fused one are named by their letters, as q, k, v of qkv."""
+    matrix, _, block = name.partition("/")[0].partition(":")
+    parts = matrix.removesuffix(".weight").split(".")
+    layer = next((int(part) for part in parts if part.isdigit()), None)
+    words = [part for part in parts if not part.isdigit() and part not in ("blocks", "layers")]
+    if block:
+        last = words[-1]
+        words[-1] = last[int(block)] if len(last) == 3 else f"{last}:{block}"
+    kind = ".".join(words)
+    return Place(_KINDS.get(kind, kind), layer)
+
+
+def measured(run: RunRecord, probe: str) -> dict[str, Series]:
+    """All numbers of a probe by name; of a step that both have those that the run measured itself count.
+
+    Args:
+        probe: such as spectral, of metrics.jsonl (SPECTRAL/MATRIX/QUANTITY) or RUN/analysis/SPECTRAL.jsonl.
+    """
+    points: dict[str, dict[float, float]] = {}
+    for line in _analysed(run, probe):
+        for name, value in line.items():
+            if is_matrix(name) and isinstance(value, int | float):
+                points.setdefault(name, {})[line["step"]] = value
+    for key in run.columns:
+        if key.startswith(f"{probe}/"):
+            steps, values = run.series(key)
+            points.setdefault(key.removeprefix(f"{probe}/"), {}).update(
+                zip(steps.tolist(), values.tolist(), strict=True)
+            )
+    return {
+        name: (np.array(sorted(found)), np.array([found[step] for step in sorted(found)]))
+        for name, found in points.items()
+    }
+
+
+def _analysed(run: RunRecord, probe: str) -> Iterable[Mapping[str, float]]:
+    file = run.folder / "analysis" / f"{probe}.jsonl"
+    return read_metrics(file) if file.exists() else []

@@ -1,0 +1,238 @@
+"""Figures of what is measured besides losses: spectra, effective ranks, gradient noise, step times."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from muown_train.paper import style
+from muown_train.paper.measured import Measured, Spread, lines_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from muown_train.paper.experiment_report import Report
+
+_COLUMN, _ROW, _LEGEND = 1.45, 1.5, 1.6  # inches
+_DEPTHS = (4 / 22, 8 / 22, 12 / 22)  # the blocks of 22 that the paper shows one by one
+_DEPTH = 16 / 22  # and that whose singular values it shows
+_BINS = 30
+
+
+class Quantity(NamedTuple):
+    """One that is measured of every matrix."""
+
+    key: str
+    label: str
+    of: Callable[[np.ndarray], np.ndarray] = np.asarray
+
+
+SPECTRAL = (
+    Quantity("spectral_norm", "spectral norm\n" r"$\|W\|_{S_\infty}$"),
+    Quantity("max_row_norm", "largest row norm\n" r"$\|g\|_\infty$"),
+    Quantity("coherence", "coherence\n" r"$\sqrt{\lambda_{\max}(PCP)}$", np.sqrt),
+)
+RANK = Quantity("", "normalised\neffective rank")
+
+
+def plot_spectral(report: "Report", paths: Sequence[Path]) -> bool:
+    """The factors of Proposition 1 of each kind of matrix against the update: median and span of all layers."""
+    rows = [(quantity, None, quantity.label) for quantity in SPECTRAL]
+    return _grid(lines_of(report, "spectral"), rows, paths, "log")
+
+
+def plot_blocks(quantity: Quantity, report: "Report", paths: Sequence[Path]) -> bool:
+    """One of the factors in some blocks, one by one."""
+    lines = lines_of(report, "spectral")
+    label = quantity.label.partition("\n")[2]
+    rows = [(quantity, layer, f"block {layer + 1}\n{label}") for layer in shown_blocks(lines)]
+    return _grid(lines, rows, paths, "log")
+
+
+def plot_effective_rank(report: "Report", paths: Sequence[Path]) -> bool:
+    """The normalised effective rank of minibatch gradients: median and span of all layers."""
+    return _grid(lines_of(report, "effective_rank"), [(RANK, None, RANK.label)], paths, "linear")
+
+
+def plot_singular_values(report: "Report", paths: Sequence[Path]) -> bool:
+    """Histograms and distributions of the singular values of a late block after the last update measured."""
+    lines = lines_of(report, "spectral")
+    kinds = _kinds(lines)
+    layers = sorted({layer for line in lines for layer in line.layers()})
+    block = layers[_at_depth(_DEPTH, len(layers))] if layers else None
+    found = {kind: [line.singular_values(kind, block) for line in lines] for kind in kinds}
+    if not any(len(parts) for of_kind in found.values() for parts, _ in of_kind):
+        return False
+    looks = [look | {"linestyle": style.LINES[i % 4]} for i, look in enumerate(_looks(lines))]  # there are no markers
+    with _figure(len(kinds), 2) as figure:
+        axes = figure.subplots(2, len(kinds), squeeze=False)
+        for column, kind in enumerate(kinds):
+            above, below = axes[:, column]
+            above.set_title(kind)
+            largest = max((values[-1] for _, values in found[kind] if len(values)), default=1.0)
+            for (parts, values), look in zip(found[kind], looks, strict=True):
+                if not len(parts):
+                    continue
+                plain = {"color": look["color"], "linestyle": look["linestyle"]}
+                spread = np.interp(np.linspace(0, 1, 4000), parts, values)  # as many as the quantile function gives
+                density, edges = np.histogram(spread, _BINS, (0, largest), density=True)
+                above.stairs(density, edges, linewidth=1.0, **plain)
+                below.plot(parts, values, linewidth=1.1, **plain)
+            above.set_xlabel("singular value")
+            below.set_xlabel("part that is smaller")
+        axes[0, 0].set_ylabel("density")
+        axes[1, 0].set_ylabel("singular value")
+        _legend(figure, axes[0, 0], lines, looks, markers=False)
+        _caption(figure, f"Block {(block or 0) + 1}, after the last update that was measured.")
+        style.save(figure, paths)
+    return True
+
+
+def plot_noise(report: "Report", paths: Sequence[Path]) -> bool:
+    """The noise terms of Muon and Muown at checkpoints, and their ratio: medians and quartiles over matrices."""
+    lines = lines_of(report, "gradient_noise")
+    terms = [(line, key, line.spread(key)) for line in lines for key in ("muon", "muown")]
+    terms = [(line, key, spread) for line, key, spread in terms if len(spread.steps)]
+    if not terms:
+        return False
+    names = {"muon": r"$\zeta_W\sigma_W$", "muown": r"$\zeta_g\sigma_g+\zeta_R\sigma_R$"}
+    looks = style.of_lines([key for _, key, _ in terms])
+    with style.new_figure(8.4, 2.8) as figure:
+        left, right = figure.subplots(1, 2)
+        for (line, key, spread), look in zip(terms, looks, strict=True):
+            label = style.name(f"{names[key]} along {line.label}", 60).replace(r"\$", "$")
+            _draw(left, spread, look, quartiles=True, label=label)
+        left.set(ylabel="noise term", yscale="log")
+        style.plain_ticks(left)
+        ratios = [(line, line.spread("muon/muown")) for line in lines]
+        ratios = [(line, spread) for line, spread in ratios if len(spread.steps)]
+        for (line, spread), look in zip(ratios, style.of_lines([line.label for line, _ in ratios]), strict=True):
+            _draw(right, spread, look | {"color": style.GREEN}, quartiles=True, label=f"ratio along {line.label}")
+        right.axhline(1, color="0.35", linewidth=0.8, linestyle=":")
+        right.set(ylabel=f"{names['muon']} / ({names['muown']})")
+        for axes in (left, right):
+            style.count_axis(axes, "update")
+        figure.legend(loc="outside right upper", handlelength=3.0)
+        _caption(figure, "Lines: medians over matrices; shaded: from the lower to the upper quartile.")
+        style.save(figure, paths)
+    return True
+
+
+def plot_step_times(report: "Report", paths: Sequence[Path]) -> bool:
+    """Median and quartiles of the time of an update; the paper's median as an open square."""
+    columns, found = dict(report.columns()), []
+    for result in report.results:
+        times = [run.step_times for each in result.runs if (run := each.run) and len(run.step_times)]
+        if times:
+            name = columns[result.series.key, result.value]
+            found.append((name, np.quantile(np.concatenate(times), (0.25, 0.5, 0.75)), result.of_paper[0]))
+    if not found:
+        return False
+    with style.new_figure(5.4, 0.7 + 0.32 * len(found)) as figure:
+        axes = figure.subplots()
+        for row, (_, (low, median, high), of_paper) in enumerate(found):
+            axes.errorbar(
+                median, row, xerr=[[median - low], [high - median]], fmt="o", color=style.BLUE, capsize=3, linewidth=1.2
+            )
+            if report.comparable and of_paper is not None:
+                axes.plot(of_paper, row, "s", color=style.VERMILLION, markerfacecolor="none")
+        axes.set_yticks(range(len(found)), [name for name, _, _ in found])
+        axes.invert_yaxis()
+        axes.margins(y=0.2)
+        axes.set_xlabel("seconds an update")
+        _caption(figure, "Circle: median, with quartiles." + " Open square: the paper's median." * report.comparable)
+        style.save(figure, paths)
+    return True
+
+
+def shown_blocks(lines: Sequence[Measured]) -> list[int]:
+    """The blocks that are shown one by one: all of a few, else those at the depths of the paper's."""
+    layers = sorted({layer for line in lines for layer in line.layers()})
+    if len(layers) <= 4:
+        return layers
+    return [layers[at] for at in sorted({_at_depth(depth, len(layers)) for depth in _DEPTHS})]
+
+
+def _at_depth(depth: float, layers: int) -> int:
+    return max(0, round(depth * layers) - 1)
+
+
+def _kinds(lines: Sequence[Measured]) -> list[str]:
+    return list(dict.fromkeys(kind for line in lines for kind in line.kinds()))
+
+
+def _looks(lines: Sequence[Measured]) -> list[dict[str, Any]]:
+    return style.of_lines([line.label for line in lines])
+
+
+def _figure(columns: int, rows: int) -> Any:
+    return style.new_figure(max(4.5, _LEGEND + _COLUMN * columns), 0.6 + _ROW * rows)
+
+
+def _grid(
+    lines: Sequence[Measured], rows: Sequence[tuple[Quantity, int | None, str]], paths: Sequence[Path], scale: str
+) -> bool:
+    """A panel for each kind of matrix and each row, with a line for each setting."""
+    kinds, looks = _kinds(lines), _looks(lines)
+    if not kinds or not any(len(line.spread(rows[0][0].key).steps) for line in lines):
+        return False
+    with _figure(len(kinds), len(rows)) as figure:
+        axes = figure.subplots(len(rows), len(kinds), sharex=True, sharey="row", squeeze=False)
+        for row, (quantity, layer, label) in zip(axes, rows, strict=True):
+            for panel, kind in zip(row, kinds, strict=True):
+                for line, look in zip(lines, looks, strict=True):
+                    found = line.spread(quantity.key, kind, layer)
+                    _draw(panel, Spread(found.steps, quantity.of(found.quantiles)), look)
+            row[0].set(ylabel=label, yscale=scale)
+            if scale == "log":
+                style.plain_ticks(row[0])
+        for panel, kind in zip(axes[0], kinds, strict=True):
+            panel.set_title(kind)
+        for panel in axes[-1]:
+            style.count_axis(panel, "update")
+            panel.locator_params(axis="x", nbins=3)
+        _legend(figure, axes[0, 0], lines, looks)
+        of_all = rows[0][1] is None and any(len(line.layers()) > 1 or len(line.runs) > 1 for line in lines)
+        _caption(figure, "Lines: medians over layers and seeds; shaded: from the least to the largest." * of_all)
+        style.save(figure, paths)
+    return True
+
+
+def _draw(axes: "Axes", found: Spread, look: dict[str, Any], quartiles: bool = False, **more: Any) -> None:
+    if not len(found.steps):
+        return
+    low, high = (1, 3) if quartiles else (0, 4)
+    every = max(1, len(found.steps) // 5)
+    axes.plot(found.steps, found.median, linewidth=1.2, markevery=every, **(look | more))
+    axes.fill_between(
+        found.steps, found.quantiles[low], found.quantiles[high], color=look["color"], alpha=0.15, linewidth=0
+    )
+
+
+def _legend(
+    figure: "Figure", axes: "Axes", lines: Sequence[Measured], looks: Sequence[dict[str, Any]], markers: bool = True
+) -> None:
+    handles = []
+    for line, look in zip(lines, looks, strict=True):
+        look = look if markers else {key: value for key, value in look.items() if key != "marker"}
+        handles += axes.plot([], [], label=style.name(line.label, 22), **look)
+    figure.legend(handles=handles, loc="outside right upper", handlelength=3.0)
+
+
+def _caption(figure: "Figure", text: str) -> None:
+    figure.supxlabel(style.name(text, round(21 * figure.get_figwidth())), x=0.01, ha="left", fontsize=6.5, color="0.35")
+
+
+FIGURES: dict[str, dict[str, Callable[["Report", Sequence[Path]], bool]]] = {
+    "spectral": {
+        "figure": plot_spectral,
+        **{f"blocks_{quantity.key}": partial(plot_blocks, quantity) for quantity in SPECTRAL},
+        "singular_values": plot_singular_values,
+    },
+    "effective_rank": {"figure": plot_effective_rank},
+    "gradient_noise": {"figure": plot_noise},
+    "step_time": {"figure": plot_step_times},
+}

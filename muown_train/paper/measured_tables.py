@@ -1,0 +1,87 @@
+"""Tables of what is measured besides losses: spectra, effective ranks, gradient noise."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from muown_train.paper.measured import Measured, Spread, lines_of
+from muown_train.paper.runs import ABSENT
+from muown_train.paper.tables import Table
+
+if TYPE_CHECKING:
+    from muown_train.paper.experiment_report import Report
+
+_SPECTRAL = (
+    ("spectral_norm", "Spectral norm", np.asarray),
+    ("max_row_norm", "Largest row norm", np.asarray),
+    ("coherence", "Coherence, sqrt(lambda_max(P C P))", np.sqrt),
+)
+
+
+def spectral_tables(report: "Report") -> list[Table]:
+    """Of each kind of matrix what the factors of Proposition 1 have come to, and how much they grew."""
+    lines = lines_of(report, "spectral")
+
+    def cell(quantity: str, of: Callable[[Any], np.ndarray], line: Measured, kind: str) -> str:
+        values = of(line.spread(quantity, kind).median)
+        return f"{values[-1]:.3g} (x{values[-1] / values[0]:.2f})" if len(values) else ABSENT
+
+    return [
+        _by_kind(
+            f"{title}: median over layers at the end, and its growth",
+            lines,
+            partial(cell, quantity, of),
+        )
+        for quantity, title, of in _SPECTRAL
+    ]
+
+
+def rank_tables(report: "Report") -> list[Table]:
+    """Of each kind of matrix the effective rank of its gradients, averaged over training."""
+    lines = lines_of(report, "effective_rank")
+
+    def cell(line: Measured, kind: str) -> str:
+        values = line.spread("", kind).median
+        return f"{values.mean():.3f}" if len(values) else ABSENT
+
+    return [_by_kind("Normalised effective rank: median over layers, mean over training", lines, cell)]
+
+
+def noise_tables(report: "Report") -> list[Table]:
+    """At each checkpoint the noise terms and their ratio, over matrices."""
+    names = {"muon": "Muon's term", "muown": "Muown's term", "muon/muown": "Muon's / Muown's"}
+    found = {
+        f"{names[key]} along {line.label}": spread
+        for line in lines_of(report, "gradient_noise")
+        for key in names
+        if len((spread := line.spread(key)).steps)
+    }
+    steps = sorted({step for spread in found.values() for step in spread.steps.tolist()})
+    rows = [[f"{step:,.0f}", *(_quartiles(spread, step) for spread in found.values())] for step in steps]
+    return [Table("Gradient noise: median over matrices [quartiles]", ["update", *found], rows)]
+
+
+def _quartiles(spread: Spread, step: float) -> str:
+    at = np.flatnonzero(spread.steps == step)
+    if not len(at):
+        return ABSENT
+    low, median, high = spread.quantiles[1:4, at[0]]
+    return f"{median:.3g} [{low:.3g}, {high:.3g}]"
+
+
+def _by_kind(title: str, lines: Sequence[Measured], cell: Callable[[Measured, str], str]) -> Table:
+    kinds = dict.fromkeys(kind for line in lines for kind in line.kinds())
+    return Table(
+        title,
+        ["matrix", *(line.label for line in lines)],
+        [[kind, *(cell(line, kind) for line in lines)] for kind in kinds],
+    )
+
+
+TABLES: dict[str, Callable[["Report"], list[Table]]] = {
+    "spectral": spectral_tables,
+    "effective_rank": rank_tables,
+    "gradient_noise": noise_tables,
+}

@@ -1,0 +1,171 @@
+"""What was measured of runs, from their metrics and their analysis folders, as tables and figures."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muown_train.paper.experiment import load_experiment
+from muown_train.paper.experiment_report import report
+from muown_train.paper.measured import Measured, Place, lines_of, measured, place_of
+from muown_train.paper.measured_figures import shown_blocks
+from muown_train.paper.progress import progress
+from muown_train.paper.runs import read_run
+from tests.paper.folders import line, settings, write
+
+NAMES = ["blocks.0.attention.qkv.weight:0", "blocks.0.mlp.out.weight", "blocks.1.mlp.out.weight"]
+
+
+def series(*values):
+    return np.arange(len(values), dtype=float), np.array(values, float)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "layer"),
+    [
+        ("blocks.3.attention.qkv.weight:0", "query", 3),
+        ("blocks.12.attention.qkv.weight:2/spectral_norm", "value", 12),
+        ("blocks.0.attention.out.weight/muon/muown", "attention out", 0),
+        ("blocks.0.mlp.gate_up.weight", "MLP in", 0),
+        ("blocks.0.mlp.pair.weight:1", "mlp.pair:1", 0),
+        ("bridge.weight", "bridge", None),
+    ],
+)
+def test_where_a_matrix_is(name, kind, layer):
+    assert place_of(name) == Place(kind, layer)
+
+
+@given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=3, max_size=3), min_size=1, max_size=5))
+def test_a_spread_is_that_of_all_matrices_and_runs(values):
+    runs = [{f"blocks.{layer}.mlp.out.weight/x": series(*own) for layer, own in enumerate(values)}]
+    runs.append({"blocks.0.mlp.out.weight/x": series(*values[0]), "blocks.0.mlp.gate_up.weight/x": series(1e9)})
+    found = Measured("", runs).spread("x", "MLP out")
+    all_of_them = np.array([*values, values[0]])
+    assert found.steps.tolist() == [0, 1, 2]
+    assert found.quantiles == pytest.approx(np.quantile(all_of_them, (0, 0.25, 0.5, 0.75, 1), axis=0))
+    of_layer = Measured("", runs).spread("x", "MLP out", 0)
+    assert of_layer.median == pytest.approx(values[0])
+
+
+def test_numbers_that_are_none_and_quantities_that_are_not_there():
+    found = Measured("", [{f"{NAMES[1]}/x": series(1, np.nan, np.inf, 4), f"{NAMES[2]}/x": series(3)}])
+    assert (found.spread("x").steps.tolist(), found.spread("x").median.tolist()) == ([0, 3], [2, 4])
+    assert found.spread("y").quantiles.shape == (5, 0) and found.spread("x", "query").median.shape == (0,)
+    assert found.singular_values("MLP out")[0].shape == (0,)
+    assert found.kinds() == ["MLP out"] and found.layers() == [0, 1]
+
+
+def test_probes_and_analyses_are_read_as_one(tmp_path):
+    lines = [line(step, 3.0) | {f"spectral/{NAMES[0]}/spectral_norm": float(step)} for step in (1, 2)]
+    folder = write(tmp_path / "run", [*lines, line(3, 2.0)], settings())
+    (folder / "analysis").mkdir()
+    analysed = [
+        {"step": step, "checkpoint": "a.b", "iterations": None, f"{NAMES[0]}/spectral_norm": value}
+        for step, value in ((2, 9.0), (3, "nan"))
+    ]
+    text = "".join(json.dumps(each) + "\n" for each in analysed)
+    (folder / "analysis" / "spectral.jsonl").write_text(text + '{"step": 4, "cut')
+    found = measured(read_run(folder), "spectral")
+    assert list(found) == [f"{NAMES[0]}/spectral_norm"]
+    steps, values = found[f"{NAMES[0]}/spectral_norm"]
+    assert steps.tolist() == [1, 2, 3] and values[:2].tolist() == [1, 2] and np.isnan(values[2])
+    assert measured(read_run(folder), "effective_rank") == {}
+
+
+def test_blocks_that_are_shown():
+    def of(layers):
+        return [Measured("", [{f"blocks.{layer}.mlp.out.weight": series(0) for layer in range(layers)}])]
+
+    assert shown_blocks(of(22)) == [3, 7, 11]  # the 4th, 8th and 12th, as in the paper
+    assert shown_blocks(of(4)) == [0, 1, 2, 3] and shown_blocks(of(1)) == [0] and shown_blocks([]) == []
+    assert all(len(set(shown_blocks(of(layers)))) == 3 for layers in range(9, 60))
+
+
+def filled(name, tmp_path, numbers):
+    """An experiment whose runs have measured `numbers(series key, step)`, but for the first."""
+    experiment = load_experiment(name)
+    cells = experiment.cells()
+    for i, cell in enumerate(cells):
+        lines = [line(0, valid=9.0)]
+        for step in (1, 2, 3):
+            probed = {f"{experiment.report}/{key}": value for key, value in numbers(cell.series.key, step).items()}
+            lines.append(line(step, 3.0, valid=3.0) | (probed if i else {}))
+        write(tmp_path / experiment.folder / cell.name, lines, dict(cell.config), steps=3)
+    return report(experiment, progress(experiment, cells, str(tmp_path)))
+
+
+def drawn(made, folder):
+    """The names of the figures, each of them a PNG and a PDF with something in them, and shown in the page."""
+    paths = made.write(folder)[3:]
+    assert all(path.stat().st_size > 5000 for path in paths)
+    names = [path.stem for path in paths[::2]]
+    assert [path.name for path in paths] == [f"{name}.{suffix}" for name in names for suffix in ("png", "pdf")]
+    assert re.findall(r"!\[(\w+)\]", (folder / "table.md").read_text()) == names
+    return names
+
+
+def test_spectra(tmp_path):
+    growth = {"muon_wd0": 4.0, "muown_wd0": 2.0, "muown_fixed": 1.0}
+
+    def numbers(key, step):
+        norm = growth.get(key, 0) ** (step - 1)
+        quantiles = {f"{name}/singular_value/{q:g}": q * norm for name in NAMES for q in (0, 0.5, 1)}
+        factors = {"spectral_norm": norm, "max_row_norm": norm / 2, "coherence": 4.0}
+        return {f"{name}/{key}": value for name in NAMES for key, value in factors.items()} | quantiles
+
+    made = filled("spectral_500m", tmp_path, numbers)
+    assert [len(each.runs) for each in lines_of(made, "spectral")] == [1, 1, 1]
+    tables = made.tables()[1:]
+    assert [table.rows[1] for table in tables] == [
+        ["MLP out", "16 (x16.00)", "4 (x4.00)", "1 (x1.00)"],
+        ["MLP out", "8 (x16.00)", "2 (x4.00)", "0.5 (x1.00)"],
+        ["MLP out", "2 (x1.00)", "2 (x1.00)", "2 (x1.00)"],
+    ]
+    blocks = [f"blocks_{name}" for name in ("spectral_norm", "max_row_norm", "coherence")]
+    assert drawn(made, tmp_path / "report") == ["figure", *blocks, "singular_values", "losses"]
+    assert "Spectral was measured in 3 of them." in made.notes()
+    parts, values = lines_of(made, "spectral")[0].singular_values("MLP out", 1)
+    assert (parts.tolist(), values.tolist()) == ([0, 0.5, 1], [0, 8, 16])
+
+
+def test_effective_ranks(tmp_path):
+    made = filled("effective_rank_124m", tmp_path, lambda key, step: {NAMES[1]: 0.2 * step, NAMES[2]: 0.1})
+    assert made.tables()[1].rows == [["MLP out", f"{np.mean([0.15, 0.25, 0.35]):.3f}"]]
+    assert drawn(made, tmp_path / "report") == ["figure", "losses"]
+
+
+def test_gradient_noise(tmp_path):
+    def numbers(key, step):
+        terms = {"muon": 2.0 * step, "muown": 1.0, "muon/muown": 2.0 * step}
+        return {f"{name}/{key}": value for name in NAMES for key, value in terms.items()} | {"median/muon": 5.0}
+
+    made = filled("gradient_noise_124m", tmp_path, numbers)
+    assert made.tables()[1].rows[1] == ["2", "4 [4, 4]", "1 [1, 1]", "4 [4, 4]"]
+    assert drawn(made, tmp_path / "report") == ["figure", "losses"]
+
+
+@pytest.mark.parametrize("name", ["spectral_500m", "effective_rank_124m", "gradient_noise_124m"])
+def test_nothing_is_measured_yet(name, tmp_path):
+    made = filled(name, tmp_path, lambda key, step: {})
+    assert drawn(made, tmp_path / "report") == ["losses"]
+    assert any(re.search(r"was measured in 0 of them", note) for note in made.notes())
+
+
+def test_step_times(tmp_path):
+    """The paper's table from speeds that make its medians, and windows that are slower or faster than those."""
+    experiment = load_experiment("500m_step_time")
+    cells = experiment.cells()
+    for cell in cells:
+        seconds = experiment.paper[cell.series.key][cell.lr]
+        speeds = [cell.config["batch_tokens"] / (seconds * factor) for factor in (9, 1, 1, 1.01, 0.99)]
+        lines = [line(i + 1, 3.0, valid=3.0) | {"system/tokens_per_second": s} for i, s in enumerate(speeds)]
+        write(tmp_path / experiment.folder / cell.name, lines, dict(cell.config), steps=5)
+    made = report(experiment, progress(experiment, cells, str(tmp_path)))
+    assert made.table().rows == [["2e-3", "1.34", "1.36", "1.27", "1.27"]]
+    assert [row[3:] for row in made.comparison().rows] == [
+        [f"{n:.2f}", f"{n:.2f}", "+0.00"] for n in (1.34, 1.36, 1.27, 1.27)
+    ]
+    assert drawn(made, tmp_path / "report") == ["figure", "losses"]
