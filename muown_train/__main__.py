@@ -1,7 +1,8 @@
 """`python -m muown_train key=value …`: train a language model, or go on where this run stopped.
 
 Exit status: 0 the run is finished, has diverged (a result), or was stopped and saved; 1 it failed, and the same command
-goes on; 2 a setting that cannot be; 3 the same update has failed too often; 130 interrupted at once.
+goes on; 2 a setting that cannot be; 3 the same update has failed too often; 130 interrupted at once; 141 nobody
+reads its standard output any more.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from muown_train.config import (
 )
 from muown_train.files import replace
 from muown_train.help import help_text, version_text
+from muown_train.pipes import status_of, unread
 from muown_train.secrets import redacted, redacted_tracebacks
 from muown_train.top_level import top_level
 
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 
 FAILED, WRONG, GAVE_UP, INTERRUPTED = 1, 2, 3, 130
 # of the machine, not of a setting: the same command may go on later
-_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
 class Failed(Exception):
@@ -67,7 +69,7 @@ def explained(settings: list[str] | None = None) -> Iterator[None]:
     except KeyboardInterrupt:
         leave("interrupted; the same command goes on from the last checkpoint, if there is one", INTERRUPTED)
     except (ValueError, OSError, HydraException, OmegaConfBaseException, Failed) as error:
-        if os.environ.get("MUOWN_TRACEBACK") == "1":
+        if os.environ.get("MUOWN_TRACEBACK") == "1" or (isinstance(error, BrokenPipeError) and unread()):
             raise
         sentence = one_sentence(error, settings)
         passing = isinstance(error, OSError) and error.errno in _PASSING
@@ -186,22 +188,14 @@ def trained(run: "Run") -> "Outcome":
         raise Failed(f"{str(error).splitlines()[0]} Lower micro_batch, now {run.config.micro_batch}") from error
 
 
-def say(text: str) -> None:
-    """Print to whoever reads it to its end, or only its beginning, as `head` does."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
-
-
 def main() -> None:
     """What the command line does; it raises SystemExit for any status but 0."""
     register_resolvers()
     if {"--help", "-h"} & set(sys.argv):
-        say(help_text(CONFIG_DIR))
+        print(help_text(CONFIG_DIR))
         return
     if "--version" in sys.argv:
-        say(version_text())
+        print(version_text())
         return
     with explained([]):
         check_flags(sys.argv[1:])
@@ -225,11 +219,7 @@ def command() -> None:
     the process aborts, status 134. So did a thread of gloo that held the tensors of a collective (a module that torch
     imports late keeps the default group alive, a traceback what it led through), and one that waits for W&B.
     """
-    status: object = 0
-    try:
-        main()
-    except SystemExit as end:
-        status = end.code or 0
+    status = status_of(main) or 0
     if isinstance(status, int) and (int(os.environ.get("WORLD_SIZE", "1")) > 1 or threading.active_count() > 1):
         end_process(status)
     sys.exit(status)  # type: ignore[arg-type]

@@ -45,12 +45,14 @@ def chosen(
                 raise
             warn(f"{error}: it is left out")
     if len(found) < needed:
+        if steps is not None:
+            raise ValueError(f"--steps {','.join(map(str, steps))} must name two or more")
+        whole = ", ".join(str(one.step) for one in found[::-1])
+        which = {0: "no checkpoint that is whole", 1: f"one checkpoint, of step {whole}"}
         raise ValueError(
-            f"--steps {','.join(map(str, steps))} must name two or more"
-            if steps is not None
-            else f"{run} has the checkpoints of {', '.join(str(one.step) for one in found[::-1]) or 'no'} updates, and "
-            f"an average takes {needed} or more: a run keeps those of every N updates with keep_every=N, and the "
-            "newest N with keep_checkpoints=N"
+            f"{run} has {which.get(len(found), f'{len(found)} checkpoints, of steps {whole}')}, and an average takes "
+            f"{needed} or more: a run keeps those of every N updates with keep_every=N, and the newest N with "
+            "keep_checkpoints=N"
         )
     return found[::-1]
 

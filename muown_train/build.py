@@ -3,9 +3,7 @@
 Everything that can be wrong is found before data are read or fetched, and before the run's folder is touched.
 """
 
-import inspect
 import os
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ import torch
 from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from torch.optim import Optimizer
 
 from muown_train import hardware, manifest
 from muown_train.batch import rows_per_update, updates
@@ -46,6 +43,7 @@ from muown_train.status import Outcome, count_start, read_status, write_status
 from muown_train.stopping import Stop
 from muown_train.top_level import TopLevel, top_level
 from muown_train.trainer import Trainer
+from muown_train.wrong_settings import made, try_out
 
 
 @dataclass(frozen=True)
@@ -318,25 +316,14 @@ def make_optimizer(resolved: dict[str, Any], model: nn.Module, trust: Sequence[s
         divided(groups, patterns, partial(check_settings, target=optimizer, given=["params"]))
         for optimizer, groups in ((for_matrices, matrices), (for_rest, others))
     )
-    of_matrices = made(for_matrices, matrices, "optim")
-    settings = inspect.signature(for_rest.func).parameters
-    for group in others:  # torch's optimizers look at defaults, and not at a group's own settings
-        own = {key: value for key, value in group.items() if key in settings and key != "params"}
-        one = [nn.Parameter(torch.zeros([1] * group["params"][0][1].ndim))]
-        made(for_rest, one, "optim.rest")
-        made(partial(for_rest, **own), one, f"optim.rest.{group['role']}")
-    return Combined(of_matrices, made(for_rest, others, "optim.rest"))
-
-
-def made(optimizer: partial[Any], parameters: list[Any], section: str) -> Optimizer:
-    """An optimizer, or an error that names the setting as the configuration calls it."""
-    try:
-        done: Optimizer = optimizer(parameters)
-    except ValueError as error:
-        key = re.match(r"\w+(?=:? )", str(error))
-        known = key and key.group() in inspect.signature(optimizer.func).parameters
-        raise ValueError(f"{section}{'.' if known else ': '}{error}") from error
-    return done
+    for optimizer, section, groups in ((for_matrices, "optim", matrices), (for_rest, "optim.rest", others)):
+        for group in groups:
+            sections = {section: optimizer.keywords}
+            if groups is others:
+                sections |= {f"optim.rest.{group['role']}": of_role[group["role"]]}
+            sections |= {f"optim.patterns.{name}": settings for name, settings in group.get("patterns", {}).items()}
+            try_out(optimizer, sections, group["params"][0][1].ndim)
+    return Combined(made(for_matrices, matrices, "optim"), made(for_rest, others, "optim.rest"))
 
 
 def make_probes(

@@ -152,6 +152,8 @@ class _Writing(threading.Thread):
 
     def result(self) -> files.Files:
         """What was written, once the thread has ended."""
+        if isinstance(self.error, OSError):
+            raise self.error
         if self.error:
             raise OSError(str(self.error)) from self.error
         return self.written
@@ -329,14 +331,17 @@ class Checkpoints:
 
     def _attempt(self, action: Callable[[], Any]) -> list[Any]:
         """Results of all ranks, or one OSError on all of them: no rank waits for one that failed."""
+        result, error = None, None
         try:
-            result, error = action(), None
+            result = action()
         except OSError as exception:
-            result, error = None, f"cannot write a checkpoint to {self.folder}: {exception}"
+            error = exception.errno, f"cannot write a checkpoint to {self.folder}: {exception}"
         results = self.world.gather((result, error))
         errors = [error for _, error in results if error]
         if errors:
-            raise OSError(errors[0])
+            raised = OSError(errors[0][1])
+            raised.errno = errors[0][0]  # which tells a full disk from a setting that cannot be
+            raise raised
         return [result for result, _ in results]
 
 

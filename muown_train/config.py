@@ -16,6 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from muown_train.mistakes import close_key, misread, nearest
+from muown_train.pipes import unread
 from muown_train.secrets import redacted
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -198,6 +199,8 @@ def _sentence(error: BaseException, overrides: list[str]) -> str:
         error = error.__cause__
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{error.filename or 'a file'}: the disk is full: make room, and the same command goes on"
+    if isinstance(error, BrokenPipeError) and unread():
+        return "nobody reads what it prints any more"
     lines = [line for line in str(error).splitlines() if line.strip()]
     if isinstance(error, OSError) and error.filename is not None:
         lines = [f"{error.filename}: {error.strerror}"]

@@ -49,6 +49,7 @@ def whole_folder(folder: Path, check: Callable[[Path], None]) -> Iterator[Path]:
 
     Raises:
         ValueError: another process writes it.
+        OSError: naming `folder`, or the file in it, that could not be written.
     """
     from filelock import FileLock, Timeout  # not where data are read alone
 
@@ -70,6 +71,12 @@ def whole_folder(folder: Path, check: Callable[[Path], None]) -> Iterator[Path]:
                     place.rename(before)
                 partial.rename(place)
                 sync(place.parent)
+            except OSError as error:
+                within = Path(error.filename or partial)
+                if error.errno is None or not within.is_relative_to(partial):
+                    raise
+                place_of_it = folder / within.relative_to(partial)  # as it would have been called
+                raise OSError(error.errno, os.strerror(error.errno), str(place_of_it)) from error
             finally:
                 _put_back(before, place)
                 shutil.rmtree(partial, ignore_errors=True)

@@ -19,7 +19,7 @@ from muown_train.hardware import Gpu, gpu
 from muown_train.models.gpt import GPT
 from muown_train.models.language_model import LanguageModel
 from muown_train.optim import Combined, parameter_roles
-from muown_train.roofline import FRACTIONS, Update, update_time
+from muown_train.roofline import FRACTIONS, Update, update_time, work_of
 from muown_train.top_level import TopLevel, top_level
 
 # What is not tensors: CUDA's context and kernels, workspaces of cuBLAS and NCCL; and of the rest a part that the
@@ -34,7 +34,7 @@ class Plan:
     top: TopLevel
     model: LanguageModel
     optimizer: Combined
-    sizes: Sizes | None  # None where memory and a roofline are not known: only those of GPT are
+    sizes: Sizes | None  # None where memory is not known: only that of GPT is
     steps: int
     rows: int  # of an update on each rank
     how: Pass
@@ -141,19 +141,13 @@ def lines_of(needed: Memory, sizes: Sizes, owners: int) -> Iterator[str]:
 
 
 def parts_of_update(plan: Plan) -> Update:
-    """Seconds of an update by the roofline.
-
-    Raises:
-        ValueError: the model is no GPT.
-    """
-    if plan.sizes is None:
-        raise ValueError(f"the roofline is for GPT, not for {type(plan.model).__name__}: give an MFU (--mfu 0.4)")
-    sent = 2 if plan.top.reduce_dtype == "bfloat16" else 4
-    return update_time(plan.sizes, plan.how, plan.gpu, plan.optimizer, plan.ranks, plan.accumulation, plan.owners, sent)
+    """Seconds of an update by the roofline."""
+    sent, work = 2 if plan.top.reduce_dtype == "bfloat16" else 4, work_of(plan.model)
+    return update_time(work, plan.how, plan.gpu, plan.optimizer, plan.ranks, plan.accumulation, plan.owners, sent)
 
 
 def seconds_of_update(plan: Plan, mfu: float | None) -> float:
-    """By a known MFU, or else by the roofline; see `parts_of_update`."""
+    """By a known MFU, or else by the roofline."""
     if mfu is None:
         return parts_of_update(plan).total
     return plan.model.flops_per_token() * plan.top.batch_tokens / (mfu * plan.gpu.flops * plan.ranks)

@@ -3,16 +3,19 @@
 The parts of an update are added up, as if nothing overlapped: products of matrices at a fraction of the peak rate,
 attention at another, what is elementwise as fast as memory delivers its bytes, the gradients' way over the ranks, the
 optimizer. Launching kernels takes no time here, nor do data, evaluation and checkpoints. The fractions are those of
-FRACTIONS; the bytes were counted operation by operation in the model's code.
+FRACTIONS. What is multiplied is counted in the model's own modules, of any architecture; the bytes of what is
+elementwise were counted operation by operation in the code of GPT, and other blocks are taken to move as many for each
+number of their width and of their MLP's. (An MLP without a gate moves fewer, norms of queries and keys more.)
 """
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from muown_train.estimate import FLOAT, Pass, Sizes
+from muown_train.estimate import FLOAT, Pass
 from muown_train.hardware import Gpu
-from muown_train.optim import Combined, Lion, Muon, Muown
+from muown_train.models.language_model import LanguageModel
+from muown_train.optim import Combined, Lion, Muon, Muown, parameter_roles
 from muown_train.optim.eager import Group
 from muown_train.optim.sharding import FLOPS_PER_BYTE, assign, update_cost
 
@@ -24,7 +27,7 @@ FRACTIONS = {"products": 0.65, "attention": 0.30, "memory": 0.80, "link": 0.70}
 # the ways of all its GPUs for that.
 NETWORK = 50e9
 
-# Bytes for each number, read and written, of a forward and backward pass of a block in bfloat16: (D, H).
+# Bytes for each number, read and written, of a forward and backward pass of a block of GPT in bfloat16: (D, H).
 # Uncompiled, forward: two norms and casts 14 each, rotation of q and k 36 each, two residual sums 10 each; silu and
 # product 10. Backward: casts of two gradients 6 each, two norms with sums 38 each, rotation 48 each, q, k and v put
 # together 24; product, silu and halves put together 26.
@@ -38,6 +41,38 @@ CLIP_BYTES = 12  # of a gradient: its norm, and scaled
 # that an update can be left out (`optim.gate.unless`, of weights and momentum).
 STEP_BYTES = {Muown: (132, 32), Muon: (84, 32), Lion: (100, 100)}
 OTHER_STEP_BYTES = (28, 28)  # fused AdamW reads four numbers and writes three
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a model of any architecture has a GPU do, in numbers of its weights and widths."""
+
+    matrices: int  # weights of the blocks that multiply
+    head: int  # weights that make the logits: the embedding's, where it is tied
+    parameters: int
+    layers: int
+    dim: int  # of the residual stream, and of all heads of attention together
+    hidden: int  # of the MLP
+    vocab_size: int
+    checkpointed: int = 0  # of the layers, in a backward pass computed again
+
+
+def work_of(model: LanguageModel) -> Work:
+    """Count a model's work by the roles of its parameters; it may be on the meta device."""
+    roles = parameter_roles(model)
+    of: dict[str, list[Tensor]] = {"matrix": [], "embedding": [], "head": [], "vector": []}
+    for name, p in model.named_parameters():
+        of[roles[name].role].append(p)
+    return Work(
+        sum(p.numel() for p in of["matrix"]),
+        sum(p.numel() for p in of["head"] or of["embedding"]),
+        sum(p.numel() for p in model.parameters()),
+        model.layers,
+        model.dim,
+        max(p.shape[1] for p in of["matrix"]),  # what the MLP's last matrix takes in
+        model.vocab_size,
+        getattr(model, "checkpointed", 0),
+    )
 
 
 @dataclass(frozen=True)
@@ -56,7 +91,7 @@ class Update:
 
 
 def update_time(
-    sizes: Sizes,
+    work: Work,
     how: Pass,
     gpu: Gpu,
     optimizer: Combined,
@@ -75,15 +110,15 @@ def update_time(
     rate = gpu.flops if how.autocast else gpu.float32
     memory = gpu.bandwidth * FRACTIONS["memory"]
     tokens = how.tokens * accumulation
-    again = 1 + sizes.checkpointed / sizes.layers / 3  # a forward pass is a third
-    products = 6 * (sizes.matrices * again + sizes.head) * tokens
+    again = 1 + work.checkpointed / work.layers / 3  # a forward pass is a third
+    products = 6 * (work.matrices * again + work.head) * tokens
     # half of the pairs, as the mask wants; 2 products forward and 5 backward, 2 FLOP each
-    attention = 7 * how.seq_len * sizes.dim * sizes.layers * again * tokens
+    attention = 7 * how.seq_len * work.dim * work.layers * again * tokens
     of_dim, of_hidden = BLOCK_BYTES[how.compiled]
     wider = 1 if how.autocast else 1.5  # numbers of 4 bytes in place of some of 2
-    of_block = wider * (of_dim * sizes.dim + of_hidden * sizes.hidden)
-    moved = tokens * (sizes.layers * of_block * again + LOGIT_BYTES[how.compiled] * sizes.vocab_size)
-    moved += accumulation * WEIGHT_BYTES * (sizes.matrices + sizes.head) + CLIP_BYTES * sizes.parameters
+    of_block = wider * (of_dim * work.dim + of_hidden * work.hidden)
+    moved = tokens * (work.layers * of_block * again + LOGIT_BYTES[how.compiled] * work.vocab_size)
+    moved += accumulation * WEIGHT_BYTES * (work.matrices + work.head) + CLIP_BYTES * work.parameters
     # float32 has no tensor cores, nor FlashAttention: the two fractions are one there
     attained = FRACTIONS["attention"] if how.autocast else FRACTIONS["products"]
     return Update(
@@ -91,7 +126,7 @@ def update_time(
         attention / (rate * attained),
         moved / memory,
         _step(optimizer, gpu, owners, how),
-        _sent(sizes, gpu, ranks, owners, sent),
+        _sent(work, gpu, ranks, owners, sent),
     )
 
 
@@ -117,10 +152,10 @@ def _products(p: Tensor, group: Group) -> int:
     return update_cost(p, group) - FLOPS_PER_BYTE * p.numel() * p.element_size()
 
 
-def _sent(sizes: Sizes, gpu: Gpu, ranks: int, owners: int, sent: int) -> float:
+def _sent(work: Work, gpu: Gpu, ranks: int, owners: int, sent: int) -> float:
     """Seconds of an all-reduce of gradients, and of the broadcasts of a sharded optimizer; a ring of all ranks."""
     if ranks == 1:
         return 0.0
     link = gpu.link if ranks <= gpu.node else min(gpu.link, NETWORK * gpu.node)
-    gradients = 2 * (ranks - 1) / ranks * sent * sizes.parameters
-    return (gradients + (FLOAT * sizes.parameters if owners > 1 else 0)) / (link * FRACTIONS["link"])
+    gradients = 2 * (ranks - 1) / ranks * sent * work.parameters
+    return (gradients + (FLOAT * work.parameters if owners > 1 else 0)) / (link * FRACTIONS["link"])

@@ -63,17 +63,20 @@ class Start:
             raise ValueError(f"init_from={self.path} does not fit: {error}") from None
 
     def _padded(self, model: LanguageModel) -> dict[str, Tensor]:
-        """The weights with as many rows of the vocabulary as the model has."""
+        """The weights with as many rows of the vocabulary as the model has, the head's bias with them."""
         weights, shapes = dict(self.weights), {name: p.shape for name, p in ModelState(model).parameters.items()}
         for name, (role, _) in parameter_roles(model).items():
-            weight = weights.get(name)
-            if role not in ("embedding", "head") or weight is None or weight.ndim != 2:
+            if role not in ("embedding", "head"):
                 continue
-            rows = shapes[name][0] - weight.shape[0]
-            if rows > 0:
-                mean = weight.double().mean(0, keepdim=True).to(weight.dtype)
-                weights[name] = torch.cat([weight, mean.expand(rows, -1)])
-                self.facts["padded"] = rows
+            for of_vocabulary in (name, name.removesuffix("weight") + "bias"):
+                weight = weights.get(of_vocabulary)
+                if weight is None or of_vocabulary not in shapes or weight.ndim != len(shapes[of_vocabulary]):
+                    continue
+                rows = shapes[of_vocabulary][0] - weight.shape[0]
+                if rows > 0:
+                    mean = weight.double().mean(0, keepdim=True).to(weight.dtype)
+                    weights[of_vocabulary] = torch.cat([weight, mean.expand(rows, *weight.shape[1:])])
+                    self.facts["padded"] = rows
         return weights
 
     def refuse_other_tokenizer(self, data: Mapping[str, Any]) -> None:

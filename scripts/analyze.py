@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muown_train.__main__ import Parser, explained
+from muown_train.pipes import script
 
 if TYPE_CHECKING:
     from muown_train.distributed import World
@@ -204,4 +205,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -5,11 +5,11 @@ read by whatever reads runs (evaluate, sample, export) and cannot be trained on.
 checkpoints with keep_every=N or keep_checkpoints=N.
 """
 
-import sys
 from pathlib import Path
 
 from muown_train.__main__ import Parser, explained
 from muown_train.config import new_folder
+from muown_train.pipes import script
 
 
 def main() -> None:
@@ -59,4 +59,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script(main)

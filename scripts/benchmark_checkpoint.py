@@ -6,7 +6,6 @@ and asynchronously while the optimizer goes on updating. Printed are medians. Th
 that training waits for: the copy to host memory, and later publication.
 """
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -20,12 +19,14 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
+from muown_train.__main__ import Parser
 from muown_train.build import make_optimizer
 from muown_train.checkpoint import Checkpoints, ModelState, OptimizerState, Stateful
 from muown_train.config import composed
 from muown_train.distributed import World
 from muown_train.factory import factory
 from muown_train.measuring import seconds
+from muown_train.pipes import script
 
 
 def made(overrides: list[str], device: torch.device) -> tuple[nn.Module, Optimizer]:
@@ -71,7 +72,7 @@ def measure(checkpoints: Checkpoints, state: dict[str, Stateful], optimizer: Opt
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(__doc__)
     parser.add_argument("overrides", nargs="*", help="as for training: model=124m optim=muown …")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; by default that of temporary files")
@@ -100,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

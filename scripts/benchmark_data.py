@@ -7,7 +7,6 @@ turn, in an order that rotates. Printed are medians, and medians of each round's
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -19,12 +18,14 @@ from pathlib import Path
 
 import numpy as np
 
+from muown_train.__main__ import Parser
 from muown_train.data.documents import expand, read_documents
 from muown_train.data.rows import RowSource, TokenRows
 from muown_train.data.streaming import StreamRows
 from muown_train.data.token_file import TokenWriter, read_tokens
 from muown_train.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
 from muown_train.data.workers import AHEAD, with_workers
+from muown_train.pipes import script
 
 SEQ_LEN = 1024
 ROWS = 64  # in a batch
@@ -36,7 +37,7 @@ READ_AHEAD = (AHEAD + 3) * STREAMS * SEQ_LEN  # tokens, by the workers together
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(__doc__)
     parser.add_argument("--tokenizer", required=True, help="tokenizer.json, gpt2.tiktoken or a hub name")
     parser.add_argument("--files", required=True, nargs="+", help="globs of .txt, .jsonl, .parquet")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each contender in each of the rounds")
@@ -159,4 +160,4 @@ def taken(rows: RowSource) -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

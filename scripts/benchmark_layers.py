@@ -4,7 +4,6 @@ Forward and backward passes of 4096 tokens, in turns; printed are median millise
 `LONGEST` and `BLOCK` of muown_train/models/attention.py, `CHUNK_LOGITS` of cross_entropy.py.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -15,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from muown_train.__main__ import Parser
 from muown_train.hardware import device_name
 from muown_train.models import attention, cross_entropy
+from muown_train.pipes import script
 
 TOKENS = 4096
 LENGTHS = (128, 256, 512, 1024, 2048)
@@ -70,7 +71,7 @@ def of_head(vocab_size: int, dim: int, dtype: torch.dtype) -> dict[str, Callable
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="passes of each way (default 7)")
     parser.add_argument("--threads", type=int, help="by default all cores")
     arguments = parser.parse_args()
@@ -91,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muown_train.__main__ import Parser
 from muown_train.measuring import peak_memory
 from muown_train.optim import Muon, Muown, shard
 from muown_train.optim.orthogonalize import has_fast_bfloat16
+from muown_train.pipes import script
 
 # rows, columns and row blocks of the matrices of one layer; number of layers
 SIZES = {
@@ -147,7 +149,7 @@ def on_rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     parser.add_argument("--size", choices=SIZES, nargs="+", default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=15, help="steps of each contender")
     parser.add_argument("--threads", type=int, help="of a process; by default all cores, with --ranks its share")
@@ -173,4 +175,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

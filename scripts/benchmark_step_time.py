@@ -22,6 +22,7 @@ from muown_train.build import Run
 from muown_train.distributed import World, world
 from muown_train.hardware import device_name
 from muown_train.measuring import peak_memory, seconds
+from muown_train.pipes import script
 
 OPTIMIZERS = ("muon", "muown")
 OURS = ("optim", "shard_optimizer")  # keys that are compared here
@@ -125,4 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -32,7 +32,7 @@ import torch
 from plain_gpt import PlainGPT, plain_step
 from torch import Tensor
 
-from muown_train.__main__ import explained
+from muown_train.__main__ import Parser, explained
 from muown_train.build import Run, build
 from muown_train.config import check_overrides, composed
 from muown_train.data.loader import Loader
@@ -41,6 +41,7 @@ from muown_train.distributed import World, world
 from muown_train.hardware import device_name
 from muown_train.measuring import now, peak_memory, seconds
 from muown_train.models.gpt import GPT
+from muown_train.pipes import script
 
 # of the targets: width 256, 6 layers, vocabulary 4096, an update of one micro-batch of 16 x 256 tokens
 DEFAULT = "model.dim=256 model.layers=6 seq_len=256 micro_batch=16 batch_tokens=4096"
@@ -219,7 +220,7 @@ def words(settings: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument(
         "configs", nargs="*", default=[[]], type=words, metavar="CONFIG", help="settings in one argument"
     )
@@ -271,4 +272,4 @@ def compare(arguments: argparse.Namespace, folder: str, here: World) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from muown_train.__main__ import Parser, explained
+from muown_train.pipes import script
 
 
 def folders(words: list[str]) -> list[Path]:
@@ -75,4 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script(main)

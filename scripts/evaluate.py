@@ -34,6 +34,7 @@ from muown_train.data.texts import ALL, Text, text_of
 from muown_train.factory import whole
 from muown_train.files import replace
 from muown_train.mistakes import nearest
+from muown_train.pipes import script
 from muown_train.saved_run import SavedRun, open_run
 from muown_train.scoring import FEWEST, Score, Scoring, difference, prepared, together
 
@@ -269,4 +270,4 @@ def evaluate(
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -5,10 +5,10 @@ facts; AutoModelForCausalLM and AutoTokenizer load it. An earlier export there i
 is refused.
 """
 
-import sys
 from pathlib import Path
 
 from muown_train.__main__ import Parser, explained
+from muown_train.pipes import script
 
 
 def main() -> None:
@@ -36,4 +36,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script(main)

@@ -5,10 +5,10 @@ Llama with tied embeddings, as many heads of keys and values as of queries and n
 holds weights, configuration and tokenizer: all that reads runs reads it, and init_from= trains on from it.
 """
 
-import sys
 from pathlib import Path
 
 from muown_train.__main__ import Parser, explained
+from muown_train.pipes import script
 
 
 def main() -> None:
@@ -29,4 +29,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script(main)

@@ -5,10 +5,9 @@ those of `python -m muown_train`; nothing is trained or downloaded, and no GPU i
 `muown_train/roofline.py`, or follows from an MFU that you know (`--mfu`).
 """
 
-import sys
-
 from muown_train.__main__ import Parser, explained
 from muown_train.hardware import GPUS
+from muown_train.pipes import script
 from muown_train.plan import of_memory, of_parameters, of_time, planned
 
 
@@ -28,4 +27,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script(main)

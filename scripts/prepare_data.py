@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from muown_train.pipes import script
+
 DEFAULTS = {"out": None, "tokens": None, "valid_tokens": 4_000_000, "shard_tokens": 100_000_000}
 FROM_RUN = ["seq_len", "seed", "valid_tokens", "cache", "vocab_size", "progress"]  # arguments of every data target
 
@@ -79,4 +81,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, stop)
-    main()
+    script(main)

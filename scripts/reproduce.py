@@ -30,6 +30,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from muown_train.pipes import script
+
 if TYPE_CHECKING:
     from muown_train.paper.experiment import Experiment
     from muown_train.paper.progress import Found
@@ -242,4 +244,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script(main)

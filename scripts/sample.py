@@ -6,7 +6,6 @@ once one is full it starts anew from the last half of it.
 """
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from muown_train.__main__ import INTERRUPTED, Parser, explained, leave
 from muown_train.console import rate
 from muown_train.data.tokenizer import HubTokenizer
 from muown_train.models.generate import Sampling, pieces, stream
+from muown_train.pipes import script
 from muown_train.saved_run import open_run
 
 
@@ -95,9 +95,7 @@ def main() -> None:
             sample(arguments)
         except KeyboardInterrupt:
             leave("\ninterrupted", INTERRUPTED)
-        except BrokenPipeError:  # who reads has had enough, as head does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

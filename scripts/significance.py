@@ -4,13 +4,13 @@ The rule of Track 3 of modded-nanogpt, (3.28 - mean) sqrt(n) >= 0.004, over fini
 alone. Give all that were made: those left out would make it worthless. Exit status 0 whether it passes or not.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from muown_train.__main__ import Parser, explained
 from muown_train.paper.runs import RunRecord
 from muown_train.paper.significance import MARGIN, TARGET, Verdict, common_step, evaluations, finished, judge
+from muown_train.pipes import script
 
 
 def table(runs: Sequence[RunRecord], losses: Sequence[float], step: int) -> Iterator[str]:
@@ -49,4 +49,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script(main)

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 
+from muown_train.__main__ import Parser
+from muown_train.pipes import script
 from muown_train.secrets import redacted
 
 try:
@@ -22,7 +23,7 @@ OPTIMIZER = "run.optimizer"  # in the configuration of a run at W&B, as WandbSin
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(__doc__)
     parser.add_argument("project", metavar="ENTITY/PROJECT")
     parser.add_argument("--group", help="only runs with this tracking.group")
     parser.add_argument("--name", help="of the view; by default that of the group or the project")
@@ -112,4 +113,4 @@ def speed() -> list[wr.LinePlot]:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

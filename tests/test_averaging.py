@@ -112,8 +112,17 @@ def test_a_damaged_checkpoint_is_left_out_and_named(run, tmp_path, monkeypatch, 
     assert [one.step for one in chosen(folder, last=2)] == [4, 12]
     with pytest.raises(ValueError, match=r"step-00000008 is damaged"):
         chosen(folder, [4, 8])
-    with pytest.raises(ValueError, match=r"has the checkpoints of 4, 12 updates, and an average takes 3 or more"):
+    with pytest.raises(ValueError, match=r"has 2 checkpoints, of steps 4, 12, and an average takes 3 or more"):
         chosen(folder, last=3)
+
+
+@pytest.mark.parametrize("steps, says", [([49], "one checkpoint, of step 49"), ([], "no checkpoint that is whole")])
+def test_too_few_are_said_by_name(run, tmp_path, steps, says):
+    folder = written(run, tmp_path / "few", {step: {"w": torch.zeros(2)} for step in (49, 50)})
+    for step in {49, 50} - set(steps):
+        next(folder.glob(f"checkpoints/step-*{step}/*.safetensors")).write_bytes(b"")
+    with pytest.raises(ValueError, match=f"few has {says}, and an average takes 2 or more"):
+        chosen(folder)
 
 
 def test_what_is_removed_meanwhile_is_averaged(run, tmp_path):
@@ -168,14 +177,14 @@ def test_the_command_writes_a_run(run, tmp_path, monkeypatch):
         (["run", "--steps", "4,5"], "has no checkpoint of step 5; there are 12, 8, 4"),
         (["run", "--steps", "4,x"], "--steps 4,x must be updates with commas between them"),
         (["run", "--last", "1"], "--last 1 must be 2 or more"),
-        (["run", "--last", "4"], "has the checkpoints of 4, 8, 12 updates, and an average takes 4 or more"),
+        (["run", "--last", "4"], "run has 3 checkpoints, of steps 4, 8, 12, and an average takes 4 or more"),
         (["run", "--last", "2", "--steps", "4,8"], "--steps: not allowed with argument --last"),
         (["run", "--ema", "1"], "--ema 1 must be at least 0 and below 1"),
         (["run", "--out", "run"], "run exists: give another folder with --out, or remove it"),
         (["run", "--out", "a name"], "name='a name' must be a plain folder name"),
         (["run", "--out", "run/checkpoints/mine"], "run/checkpoints/mine is in the run's own folder: give one beside"),
         (["run", "--out", "run/mine"], "run/mine is in the run's own folder"),
-        (["one"], "has the checkpoints of 12 updates, and an average takes 2 or more: a run keeps"),
+        (["one"], "one has one checkpoint, of step 12, and an average takes 2 or more: a run keeps"),
     ],
     ids=str,
 )

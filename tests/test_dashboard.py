@@ -17,7 +17,11 @@ def run(*arguments: str) -> None:
     """The script in this process: importing what it needs takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["wandb_dashboard.py", *arguments])
-        runpy.run_path(str(ROOT / "scripts" / "wandb_dashboard.py"), run_name="__main__")
+        try:
+            runpy.run_path(str(ROOT / "scripts" / "wandb_dashboard.py"), run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
 
 
 @pytest.fixture

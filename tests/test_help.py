@@ -60,12 +60,6 @@ def test_version(said):
     assert re.fullmatch(r"muown_train \d\S* \(Python 3\S*, torch \d\S*, hydra-core \d\S*\)\n", said("--version"))
 
 
-def test_help_whose_reader_leaves():
-    process = subprocess.Popen([*COMMAND, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    process.stdout.close()
-    assert process.stderr.read() == b"" and process.wait() == 0
-
-
 @pytest.mark.parametrize(
     "line, words",
     [

@@ -46,6 +46,14 @@ def test_matrices_and_the_rest_take_them_from_the_command_line(optim, corpus, tm
         ),
         ("{norm.weight:{momentum:0.5}}", r"optim.patterns.norm.weight.momentum is no setting of AdamW"),
         ("{norm.weight:{lr:high}}", r"optim.patterns.norm.weight.lr='high' must be a number"),
+        # values that only the optimizer can judge, our own and torch's; of the first pattern that is wrong
+        ("{blocks.*:{lr:-1}}", r"^optim.patterns.blocks.\*.lr must be .* got -1"),
+        ("{blocks.*.mlp.out.weight:{betas:[0.9,2]}}", r"^optim.patterns.blocks.\*.mlp.out.weight.betas must be"),
+        (
+            "{blocks.*.mlp.*:{lr:2},blocks.1.mlp.out.*:{ns_steps:-1}}",
+            r"^optim.patterns.blocks.1.mlp.out.\*.ns_steps must be",
+        ),
+        ("{embedding.*:{lr:-1}}", r"^optim.patterns.embedding.\*.lr: Invalid learning rate: -1"),
         ("{norm.weight:3}", r"optim.patterns.norm.weight=3 must be a mapping"),
         ("3", r"optim.patterns=3 must be a mapping"),
     ],
@@ -54,3 +62,11 @@ def test_mistakes(patterns, message, corpus, tmp_path):
     with pytest.raises(ValueError, match=message):
         built(corpus, tmp_path / "runs", f"optim.patterns={patterns}")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_wrong_value_elsewhere_is_not_laid_to_a_pattern(corpus, tmp_path):
+    patterns = "optim.patterns={blocks.*.mlp.*:{momentum:0.5},embedding.*:{lr:1}}"
+    with pytest.raises(ValueError, match=r"^optim.lr must be"):
+        built(corpus, tmp_path, patterns, "optim.lr=-1", "optim.rest.lr=1")
+    with pytest.raises(ValueError, match=r"^optim.rest.embedding.lr: Invalid learning rate: -1"):
+        built(corpus, tmp_path, patterns, "optim.rest.embedding.lr=-1")

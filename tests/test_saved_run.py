@@ -248,8 +248,9 @@ def test_a_folder_is_written_whole_or_not_at_all(run, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(files, "write_rank", full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match="No space left") as raised:
             write_run(folder, *words)
+        assert raised.value.errno == 28 and raised.value.filename == str(folder)
     assert [path.name for path in tmp_path.iterdir()] == [".new.lock"]
     (tmp_path / ".new.partial").mkdir()  # of one that was killed
     (tmp_path / ".new.partial" / "config.yaml").touch()

@@ -63,13 +63,14 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in (("num_key_value_heads", heads), ("head_dim", dim // heads)):
         if config.get(key) is not None:  # transformers takes these for a null
             demand(config, MODEL_TYPE, {key: (value, value)})
+    hidden = size(config, "intermediate_size")
     return {
         "vocab_size": size(config, "vocab_size"),
         "layers": size(config, "num_hidden_layers"),
         "dim": dim,
         "heads": heads,
         "seq_len": size(config, "max_position_embeddings"),
-        "mlp_hidden": size(config, "intermediate_size"),
+        "mlp_hidden": None if hidden == mlp_hidden_size(dim) else hidden,  # as GPT has it by itself
         "rope_base": rope_base(config),
         "norm_eps": positive(config, "rms_norm_eps", 1e-6),
         "checkpointed": 0,

@@ -14,6 +14,8 @@ class LanguageModel(nn.Module):
 
     vocab_size: int  # rows of the embedding, at least the tokenizer's size
     seq_len: int  # longest input
+    layers: int  # blocks
+    dim: int  # width of the residual stream, and of all heads of attention together
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
         """Logits (B, T, vocab_size), or with targets (B, T) the summed cross-entropy in nats, a float32 scalar.

@@ -24,8 +24,13 @@ class Comparison:
     """Runs in groups of one setting, the lowest validation loss first, what has not finished last."""
 
     groups: Sequence[Group]
-    labels: Sequence[str]  # of the groups, each another
+    words: Sequence[Sequence[str]]  # that tell the groups apart, of each as many
     differing: Mapping[str, Sequence[Any]]  # setting -> value in each group
+
+    @property
+    def labels(self) -> list[str]:
+        """Of the groups, each another."""
+        return [" ".join(words) for words in self.words]
 
     def overview(self) -> Table:
         """A line for each setting: means and standard deviations over the runs that finished."""
@@ -145,7 +150,7 @@ class Comparison:
         parts += [table.markdown() for table in tables] + ["\n".join(f"- {note}" for note in self.notes()) + "\n"]
         replace(paths[0], "\n".join(parts).encode())
         replace(paths[1], csv_text(self.records()).encode())
-        plot_comparison(self.groups, self.labels, paths[2:])
+        plot_comparison(self.groups, self.words, paths[2:])
         return paths
 
 
@@ -153,17 +158,17 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
     """Compare runs, at least one; a folder that is given twice counts once."""
     groups = grouped([*{run.folder.resolve(): run for run in runs}.values()])
     groups.sort(key=lambda group: _mean_or_infinity(group.finals("valid/loss")))
-    return Comparison(groups, labels(groups), differing(groups))
+    return Comparison(groups, telling_apart(groups), differing(groups))
 
 
-def labels(groups: Sequence[Group]) -> list[str]:
-    """The shortest names that tell the groups apart: the values of the first keys that do.
+def telling_apart(groups: Sequence[Group]) -> list[list[str]]:
+    """The fewest words that tell the groups apart: the values of the first keys that do.
 
     The optimizer comes first, then the model, the matrices' rate and decay, then all else as in the configuration. Of a
     single group the name of its first run.
     """
     if len(groups) == 1:
-        return [groups[0].runs[0].name]
+        return [[groups[0].runs[0].name]]
     found = differing(groups)
     chosen: list[str] = []
     apart = 1
@@ -172,7 +177,7 @@ def labels(groups: Sequence[Group]) -> list[str]:
         if now > apart:
             chosen.append(key)
             apart = now
-    return [" ".join(_word(key, found[key][i], chosen) for key in chosen) for i in range(len(groups))]
+    return [[_word(key, found[key][i], chosen) for key in chosen] for i in range(len(groups))]
 
 
 def _importance(key: str) -> int:

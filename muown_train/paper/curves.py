@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 LOSS = "loss (nats per token)"
 _EARLY = 0.2  # the part of a run whose high losses may lie above the frame
+_BESIDE = 34  # characters of an entry of a legend beside the axes
 _CROWDED = 8  # with more settings than these single runs are not drawn
 _FAR_APART = 10.0  # budgets that differ by this factor are drawn on a logarithmic axis
 
@@ -46,20 +47,25 @@ def plot_losses(lines: Sequence[Line], path: Path, title: str, unigram: float | 
         style.save(figure, [path])
 
 
-def plot_comparison(groups: Sequence[Group], labels: Sequence[str], paths: Sequence[Path]) -> None:
-    """Validation and training loss of settings against tokens and wall time, the legend beside.
+def plot_comparison(groups: Sequence[Group], words: Sequence[Sequence[str]], paths: Sequence[Path]) -> None:
+    """Validation and training loss of settings against tokens and wall time.
+
+    The legend is beside the axes, or where its entries were long below them, a table with a column for each setting.
 
     Of a setting with several runs the thick line is the mean over those that finished (or, where none has, over those
     that did not diverge, as far as all of them have come), and thin ones are single runs. A run that diverged ends in a
     cross, at the frame's edge where it left the frame.
 
     Args:
-        labels: of the groups; those whose first words are the same have one colour.
+        words: of each group as many, such as `Muown` and `lr=0.01`; those whose first
+            one begins with the same word have one colour.
         paths: a file for each format.
     """
-    entries = [style.name(label, 34) for label in labels]
-    looks = style.of_lines([label.split(" ")[0] for label in labels])
-    height = max(5.2, 0.3 + 0.17 * sum(1 + entry.count("\n") for entry in entries))
+    looks = style.of_lines([each[0].split(" ")[0] for each in words])
+    beside = len(words[0]) == 1 or max(len(" ".join(each)) for each in words) <= _BESIDE
+    entries = [style.name(" ".join(each), _BESIDE) for each in words] if beside else style.aligned(words)
+    lines = sum(1 + entry.count("\n") for entry in entries)
+    height = max(5.2, 0.3 + 0.17 * lines) if beside else 5.2
     unit, unit_name = style.time_unit(max(run.last("time") or 0.0 for group in groups for run in group.runs))
     with style.new_figure(9, height) as figure:
         axes = figure.subplots(2, 2, sharey="row", sharex="col")
@@ -75,9 +81,12 @@ def plot_comparison(groups: Sequence[Group], labels: Sequence[str], paths: Seque
         style.count_axis(axes[1, 0], "tokens", _least(groups, "tokens", 1.0))
         label = f"{unit_name} of training, without evaluation and saving"
         style.count_axis(axes[1, 1], label, _least(groups, "time", unit))
-        handles = [axes[0, 0].plot([], [], label=e, **look)[0] for e, look in zip(entries, looks, strict=True)]
-        figure.legend(handles=handles, loc="outside right upper", handlelength=3.5)
-        figure.supxlabel(caption(groups), x=0.01, ha="left", fontsize=6.5, color="0.35")
+        if beside:
+            handles = [axes[0, 0].plot([], [], label=e, **look)[0] for e, look in zip(entries, looks, strict=True)]
+            figure.legend(handles=handles, loc="outside right upper", handlelength=3.5)
+            figure.supxlabel(caption(groups), x=0.01, ha="left", fontsize=6.5, color="0.35")
+        else:
+            style.table_below(figure, entries, looks, caption(groups))
         style.save(figure, paths)
 
 

@@ -65,14 +65,14 @@ def plot_curves(report: "Report", paths: Sequence[Path]) -> bool:
         Whether there was something to draw.
     """
     names = dict(report.columns())
-    groups, labels = [], []
+    groups, words = [], []
     for result in report.results:
         runs = tuple(found.run for found in result.runs if found.run and found.run.columns)
         if runs:
             groups.append(Group(runs))
-            labels.append(f"{names[result.series.key, result.value]}, lr {rate(result.lr)}")
+            words.append([f"{names[result.series.key, result.value]},", f"lr {rate(result.lr)}"])
     if groups:
-        plot_comparison(groups, labels, paths)
+        plot_comparison(groups, words, paths)
     return bool(groups)
 
 

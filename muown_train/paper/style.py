@@ -26,6 +26,7 @@ BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK = COLOURS = (
 )
 LINES = ("-", "--", "-.", ":")
 MARKERS = "osD^vPX"
+_LONGEST = 20  # letters of a value in a legend
 _TICKS = 3  # that a logarithmic axis has at least
 _LOOK: dict[Any, Any] = {
     "font.size": 8,
@@ -111,6 +112,66 @@ def plain_ticks(axes: "Axes") -> None:
 def name(text: str, width: int) -> str:
     """A name of a run or a setting in a figure: as it is, in lines of so many characters."""
     return fill(text, width).replace("$", r"\$")
+
+
+def aligned(words: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of a table for a legend in letters of one width, its head first.
+
+    Args:
+        words: of each row as many, `key=value`, or a value alone, which is an optimizer, a model, a schedule.
+    """
+    columns = []
+    for column in zip(*words, strict=True):
+        key = column[0].partition("=")[0]
+        if not all(word.startswith(f"{key}=") for word in column):
+            key = ""
+        values = _short([word.removeprefix(f"{key}=") for word in column])
+        width = max(map(len, (key, *values)))
+        columns.append([text.ljust(width) for text in (key, *values)])
+    return ["  ".join(row).rstrip().replace("$", r"\$") for row in zip(*columns, strict=True)]
+
+
+def _short(values: Sequence[str]) -> list[str]:
+    """Three digits of numbers and the last letters of texts, where no two values become the same."""
+
+    def short(value: str) -> str:
+        try:
+            return f"{float(value):.3g}"
+        except ValueError:
+            return value if len(value) <= _LONGEST else f"…{value[1 - _LONGEST :]}"
+
+    found = [short(value) for value in values]
+    return found if len(set(found)) == len(set(values)) else list(values)
+
+
+def table_below(figure: "Figure", entries: Sequence[str], looks: Sequence[dict[str, Any]], title: str) -> None:
+    """A legend below the axes, in as many columns as fit; the figure grows by it.
+
+    Args:
+        entries: see `aligned`; looks: of the lines, one less; title: a sentence above it.
+    """
+    import numpy as np
+    from matplotlib.lines import Line2D
+
+    size = 7.0
+    width = (0.61 * max(map(len, entries)) + 8) * size / 72  # inches; letters are 0.6 as wide as high, a line 3.5, gaps
+    across = min(len(looks), max(1, int(figure.get_figwidth() / width)))
+    handles = []
+    for part in np.array_split(np.arange(len(looks)), across):  # as matplotlib fills columns
+        handles.append(Line2D([], [], linestyle="none", label=entries[0]))
+        handles += [Line2D([], [], label=entries[1 + i], **looks[i]) for i in part]
+    figure.set_figwidth(max(figure.get_figwidth(), width))
+    figure.set_figheight(figure.get_figheight() + 0.15 * (1 + -(-len(handles) // across)))
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=across,
+        handlelength=3.5,
+        prop={"family": "monospace", "size": size},
+        title=title,
+        title_fontproperties={"size": 6.5},
+        alignment="left",
+    )
 
 
 def amount(value: float) -> str:

@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from muown_train.__main__ import WRONG
+from muown_train.config import composed
 from muown_train.data.bpe import train_bpe
+from muown_train.factory import all_settings
 from muown_train.hf import llama, qwen2
 from muown_train.hf.export import export
 from muown_train.hf.folder import read_folder
@@ -52,6 +54,18 @@ def test_a_llama_of_transformers(tmp_path, shard):
         *("model=tiny", "model.vocab_size=101", "model.layers=2", "model.dim=24"),
         *("+model.mlp_hidden=40", "+model.rope_base=10000.0", "+model.norm_eps=1e-05"),
     ]
+
+
+def test_a_run_s_command_line_is_given_back_with_nothing_that_goes_without_saying():
+    """Of a model of ours that was exported: what it was trained with, and no setting that has its value by itself."""
+    for given in ([], ["model.dim=64"], ["model.dim=64", "+model.mlp_hidden=40"], ["+model.rope_base=10000.0"]):
+        settings = all_settings(dict(composed([*given, "model.seq_len=256"]).model), "model")
+        model = {"_target_": llama.TARGET} | llama.settings({"vocab_size": 4096} | llama.config(settings))
+        assert training_settings(model) == ["model=tiny", *given]
+    qwen = ["model=qwen2_0_5b", "model.mlp_hidden=64"]
+    settings = all_settings(dict(composed(qwen).model), "model")
+    model = {"_target_": qwen2.TARGET} | qwen2.settings({"vocab_size": 151936} | qwen2.config(settings))
+    assert training_settings(model) == qwen
 
 
 def test_bfloat16_becomes_float32(tmp_path):

@@ -6,11 +6,16 @@ import shutil
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
+from muown_train.build import make_model
+from muown_train.checkpoint import ModelState
 from muown_train.config import run_name
 from muown_train.hf.export import export
 from muown_train.saved_run import open_run, write_run
-from tests.runs import built, metrics, trained
+from muown_train.start import read_start
+from muown_train.top_level import top_level
+from tests.runs import built, configured, metrics, trained
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +72,37 @@ def test_rows_of_the_vocabulary_that_were_cut_come_back(corpus, tmp_path, source
     real, all_rows = logits[..., :size].logsumexp(-1), logits.logsumexp(-1)
     assert (all_rows - real).max() <= math.log(1 + padded / size) + 1e-5
     run.close()
+
+
+@pytest.mark.parametrize("model", ["track3", "speedrun", "small"])
+def test_rows_that_are_missing_are_added_to_all_that_has_a_row_for_each_token(tmp_path, model):
+    """Weights of each architecture, for a vocabulary of 300 that becomes one of 333."""
+    heads = "model.head_dim=16" if model == "speedrun" else "model.heads=2"
+    words = [f"model={model}", "model.dim=32", "model.layers=1", "seq_len=32", heads]
+
+    def made(size: int):
+        resolved = OmegaConf.to_container(configured(*words, f"model.vocab_size={size}"), resolve=True)
+        return resolved, make_model(resolved, top_level(resolved, "x"))
+
+    (config, few), (resolved, more) = made(300), made(333)
+    with torch.no_grad():
+        for p in few.parameters():  # not zeros, which would hide a mistake
+            p.add_(torch.randn_like(p) * 0.1)
+    start = read_start(str(write(tmp_path, "few", few, config)))
+    start.load_into(more, resolved["model"])
+    assert start.facts["padded"] == 33
+    ids = torch.randint(300, (2, 32))
+    with torch.no_grad():
+        logits = more(ids)
+        torch.testing.assert_close(logits[..., :300], few(ids))
+    assert logits[..., 300:].abs().max() < logits[..., :300].abs().max()
+    with pytest.raises(ValueError, match=r"does not fit: \S+ has shape \(333"):
+        read_start(str(write(tmp_path, "more", more, resolved))).load_into(few, config["model"])
+
+
+def write(folder, name, model, config):
+    write_run(folder / name, ModelState(model).state_dict(), config, 1, {}, None, {})
+    return folder / name
 
 
 def test_it_goes_on_without_its_source(corpus, tmp_path, source):

@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from muown_train.paper import curves, style
-from muown_train.paper.compare import compare, labels
-from muown_train.paper.runs import grouped, read_run
+from muown_train.paper.compare import compare
+from muown_train.paper.runs import read_run
 from muown_train.paper.tables import Table, csv_text, mean_and_deviation, spanned, with_deviation
 from tests.paper.folders import line, settings, write
 
@@ -131,9 +131,9 @@ def test_labels_are_the_fewest_keys_that_tell_apart(tmp_path):
         read_run(write(tmp_path / f"{name}{lr}", [line(1)], settings(_target_=f"x.{name}", lr=lr, rest={"lr": lr})))
         for name, lr in grid
     ]
-    assert labels(grouped(runs)) == [f"{name} lr={lr}" for name, lr in grid]
-    assert labels(grouped(runs[:2])) == ["lr=0.1", "lr=0.2"]
-    assert labels(grouped(runs[1:3])) == ["Muon", "Muown"]
+    assert sorted(compare(runs).labels) == [f"{name} lr={lr}" for name, lr in grid]
+    assert sorted(compare(runs[:2]).labels) == ["lr=0.1", "lr=0.2"]
+    assert sorted(compare(runs[1:3]).labels) == ["Muon", "Muown"]
     many = [read_run(write(tmp_path / f"m{i}", [line(1)], settings(lr=i))) for i in range(9)]
     table = compare(many).differences()
     assert table.head == ["setting", "optim.lr"] and len(table.rows) == 9
@@ -152,7 +152,7 @@ def test_the_figure_shows_the_numbers(runs, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(style, "save", lambda figure, paths: drawn.append(figure))
     comparison = compare([read_run(folder) for folder in sorted(runs.iterdir())])
-    curves.plot_comparison(comparison.groups, comparison.labels, [])
+    curves.plot_comparison(comparison.groups, comparison.words, [])
     valid, _, training, _ = drawn[0].axes
     means = [each for each in valid.lines if each.get_linewidth() > 1 and len(each.get_xdata())]
     assert [each.get_ydata()[-1] for each in means[:1]] == [pytest.approx(np.mean([3.1, 3.25, 3.0]))]
@@ -173,12 +173,56 @@ def test_budgets_far_apart_are_drawn_on_a_logarithmic_axis(tmp_path, monkeypatch
     short, middle, long = (read_run(tmp_path / name) for name in ("short", "middle", "long"))
     for runs in ([short, long], [short, middle]):
         comparison = compare(runs)
-        curves.plot_comparison(comparison.groups, comparison.labels, [])
+        curves.plot_comparison(comparison.groups, comparison.words, [])
     scales = [axes.get_xscale() for figure in drawn for axes in figure.axes]
     assert scales == ["log"] * 4 + ["linear"] * 4
     ticks = [label.get_text() for label in drawn[0].axes[2].get_xticklabels()]
     assert "1k" in ticks and not any("$" in tick for tick in ticks)
     assert r"tokens=5\$a\$" in [text.get_text() for text in drawn[0].legends[0].get_texts()]
+
+
+@pytest.mark.parametrize("text, shown", [("/a/very/long/path/{}", "…/very/long/path/one"), ("{}" + "/path" * 20,) * 2])
+def test_many_settings_are_a_table_below_the_axes(tmp_path, monkeypatch, text, shown):
+    """Six keys, each alone different from the first run of twelve: no entry of the legend is lost, cut or covered."""
+    drawn = []
+    monkeypatch.setattr(style, "save", lambda figure, paths: (figure.draw_without_rendering(), drawn.append(figure)))
+    alone = {
+        "_target_": ["x.Muon", "x.AdamW"],
+        "lr": [0.0078125, 0.001953125],
+        "weight_decay": [0.1, 0.01],
+        "betas": [[0.8, 0.9], [0.9, 0.99]],
+        "text": [text.format(end) for end in ("one", "two")],
+        "adam_eps": [1e-8],
+    }
+    first = {"_target_": "x.Muown", "lr": 0.00390625, "weight_decay": 0.0, "text": "a$b$", "adam_eps": 1e-6}
+    changed = [{}, *({key: value} for key, values in alone.items() for value in values)]
+    for i, change in enumerate(changed):
+        write(tmp_path / str(i), [line(n, 3 + i / 9, 3 + i / 9) for n in (1, 2, 3)], settings(**(first | change)))
+    comparison = compare([read_run(tmp_path / str(i)) for i in range(len(changed))])
+    curves.plot_comparison(comparison.groups, comparison.words, [])
+    (figure,) = drawn
+    (legend,) = figure.legends
+    entries = [text.get_text() for text in legend.get_texts()]
+    heads = [entry for entry in entries if entry.split() == ["lr", "weight_decay", "adam_eps", "betas", "text"]]
+    assert len(heads) in (1, 2) and len(entries) == len(heads) + 12 == len(set(entries)) + len(heads) - 1
+    assert entries[1].split() == ["Muown", "0.00391", "0", "1e-06", "[0.9,", "0.95]", r"a\$b\$"]
+    assert any(entry.endswith(f"  {shown.format('one')}") for entry in entries)
+    assert "Training loss" in legend.get_title().get_text()
+    box = legend.get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0
+    assert all(box.y1 <= axes.get_tightbbox().y0 for axes in figure.axes)
+    assert not figure.get_supxlabel()
+
+
+def test_values_are_shortened_where_they_stay_apart():
+    assert style.aligned([["Muon", "lr=0.00390625"], ["AdamW", "lr=0.5"]]) == [
+        "       lr",
+        "Muon   0.00391",
+        "AdamW  0.5",
+    ]
+    assert style.aligned([["lr=0.12345"], ["lr=0.12346"]])[1:] == ["0.12345", "0.12346"]
+    ends_alike = [f"{i}{'x' * 30}" for i in range(2)]
+    assert style.aligned([[f"path={value}"] for value in ends_alike])[1:] == ends_alike
 
 
 def test_one_run_is_a_picture(tmp_path):

@@ -1,0 +1,93 @@
+"""Programs whose output nobody reads to its end, as in `… | head`: they end quietly."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from muown_train.pipes import UNREAD
+from tests.paper.folders import line, settings, write
+from tests.runs import slow_but
+from tests.test_scripts import ROOT, RUNNABLE
+
+
+def unread(*words: str, cwd: Path = ROOT) -> tuple[int, str]:
+    """Exit status and standard error of a program whose standard output is closed at the other end."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=cwd, env=environment, stdout=theirs, stderr=subprocess.PIPE, text=True
+    )
+    os.close(theirs)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_every_script_is_started_so(name):
+    assert re.search(
+        r'^if __name__ == "__main__":\n(.*\n)?    script\(main\)\n\Z', (ROOT / "scripts" / name).read_text(), re.M
+    )
+
+
+@pytest.mark.parametrize("name", slow_but(["prepare_data.py", "plan.py"], RUNNABLE))
+def test_help_of_a_script(name):
+    status, said = unread(f"scripts/{name}", "--help")
+    assert status in (0, UNREAD) and not said  # 0 where argparse took it
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["--cfg", "job"]], ids=" ".join)
+def test_what_training_says_without_training(words):
+    assert unread("-m", "muown_train", *words) == (UNREAD, "")
+
+
+def test_in_the_midst_of_its_work(tmp_path):
+    write(tmp_path / "run", [line(1, 3.0), line(2, 2.0, 2.0)], settings())
+    status, said = unread(str(ROOT / "scripts" / "compare.py"), "run", cwd=tmp_path)
+    assert status in (1, UNREAD) and not said  # 1 where it is rich that prints
+
+
+def test_what_was_read_to_its_end_is_no_fault():
+    code = (
+        "import os; from muown_train.pipes import script; script(lambda: print(1, flush=True) or os.read(0, 1) and 0)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as process:
+        assert process.stdout.readline() == b"1\n"
+        process.stdout.close()
+        process.stdin.write(b"1")
+        process.stdin.close()
+        assert process.wait() == 0 and not process.stderr.read()
+
+
+def test_what_is_wrong_is_still_said(tmp_path):
+    status, said = unread(str(ROOT / "scripts" / "compare.py"), "nothing", cwd=tmp_path)
+    assert (
+        status == 2 and said == "error: there is no folder nothing: give those of runs, such as runs/NAME or 'runs/*'\n"
+    )
+
+
+def test_another_broken_pipe_is_an_error(tmp_path):
+    code = "from muown_train.__main__ import explained\nfrom muown_train.pipes import script\n"
+    code += "def main():\n    with explained([]):\n        raise BrokenPipeError(32, 'Broken pipe')\nscript(main)\n"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == "error: [Errno 32] Broken pipe\n"
+
+
+def test_training_that_nobody_watches_any_more_goes_on_another_time(tmp_path):
+    words = (
+        "out=runs",
+        "tokens=2000",
+        "batch_tokens=256",
+        "micro_batch=1",
+        "model.layers=1",
+        "model.dim=16",
+        "model.heads=1",
+    )
+    status, said = unread("-m", "muown_train", *words, "data=random", "sample_tokens=0", cwd=tmp_path)
+    goes_on = "the same command goes on from the last checkpoint"
+    assert (status, said) == (1, f"error: nobody reads what it prints any more; {goes_on}\n")
