@@ -25,7 +25,7 @@ from muown_train.paper.progress import Found, progress
 from muown_train.paper.runs import leaves, read_config
 
 _OF_MACHINE = ("out", "cache", "name")
-_MEASURED = ("probes", "probe_every")
+_MEASURED = ("probes",)
 _COPIED = ("metrics.jsonl", "status.json")
 # where a value begins: alone, after `key=`, in a list, in quotes; a path ends with the value
 _ABSOLUTE = re.compile(r"(^|[=\[({,'\"]\s*)/+[^,'\"\[\](){}]*")
