@@ -104,6 +104,8 @@ class GPT(LanguageModel):
         rope_base, norm_eps: see the module.
         checkpointed: so many blocks, the first ones, keep only their input for the backward pass, which computes them
             again: less memory for more work, with the same results.
+        init_std: deviation of embeddings and matrices at first (those that write into the residual stream have it
+            divided by sqrt(2 layers)); gains are one.
 
     Raises:
         ValueError: a size below 1, a width that the heads do not divide, or more blocks checkpointed than there are.
@@ -120,6 +122,7 @@ class GPT(LanguageModel):
         rope_base: float = 500_000.0,
         norm_eps: float = 1e-6,
         checkpointed: int = 0,
+        init_std: float = 0.02,
     ) -> None:
         super().__init__()
         hidden = mlp_hidden_size(dim) if mlp_hidden is None else mlp_hidden
@@ -127,7 +130,9 @@ class GPT(LanguageModel):
         check_heads(dim, heads)
         if isinstance(checkpointed, bool) or not isinstance(checkpointed, int) or not 0 <= checkpointed <= layers:
             raise ValueError(f"model.checkpointed={checkpointed!r} must be a whole number of blocks, 0 to {layers}")
-        self.checkpointed = checkpointed
+        if not (isinstance(init_std, int | float) and 0 < init_std < math.inf):
+            raise ValueError(f"model.init_std={init_std!r} must be above 0")
+        self.checkpointed, self.init_std = checkpointed, init_std
         self.vocab_size, self.layers, self.dim, self.seq_len = vocab_size, layers, dim, seq_len
         self.embedding = nn.Embedding(vocab_size, dim)
         self.blocks = nn.ModuleList(Block(dim, heads, hidden, norm_eps, i) for i in range(layers))
@@ -141,14 +146,15 @@ class GPT(LanguageModel):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Normal 0.02; 0.02 / sqrt(2 layers) for the projections that write into the residual stream; gains one."""
-        nn.init.normal_(self.embedding.weight, std=0.02)
+        """Draw embeddings and matrices from normal distributions, see `init_std`."""
+        std = self.init_std
+        nn.init.normal_(self.embedding.weight, std=std)
         for block in self.blocks:
             assert isinstance(block, Block)
-            nn.init.normal_(block.attention.qkv.weight, std=0.02)
-            nn.init.normal_(block.mlp.gate_up.weight, std=0.02)
+            nn.init.normal_(block.attention.qkv.weight, std=std)
+            nn.init.normal_(block.mlp.gate_up.weight, std=std)
             for out in (block.attention.out, block.mlp.out):
-                nn.init.normal_(out.weight, std=0.02 / math.sqrt(2 * self.layers))
+                nn.init.normal_(out.weight, std=std / math.sqrt(2 * self.layers))
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
         here = self.positions(inputs, cache)

@@ -72,8 +72,9 @@ def progress(experiment: Experiment, cells: Sequence[Cell], out: str, archive: P
     found = []
     for cell in cells:
         settings = settings_of(redacted_tree(cell.config)) | {key: cell.config.get(key) for key in experiment.same}
+        given = [word.partition("=")[0].lstrip("+") for word in cell.overrides]
         there = by_rate.get((cell.seed, cell.lr), [])
-        same = [path for path, of_run in there if same_settings(of_run, settings)]
+        same = [path for path, of_run in there if same_settings(of_run, settings, given)]
         own = folder / check_name(cell.name)
         if own not in same:
             _refuse_other(own, settings)
@@ -90,9 +91,14 @@ def _folders(places: Iterable[Path]) -> Iterator[Path]:
             yield from (path.parent for path in sorted(place.glob(pattern)))
 
 
-def same_settings(of_run: Mapping[str, Any], of_cell: Mapping[str, Any]) -> bool:
-    """Whether a run is that of a cell. What an older run's configuration does not have yet is as it was by default."""
-    return "optim._target_" in of_run and all(key in of_cell and value == of_cell[key] for key, value in of_run.items())
+def same_settings(of_run: Mapping[str, Any], of_cell: Mapping[str, Any], given: Iterable[str] = ()) -> bool:
+    """Whether a run is that of a cell. What an older run's configuration does not have yet is as it was by default.
+
+    Args:
+        given: settings that the cell does not leave at their defaults, so that no run may be without them.
+    """
+    known = "optim._target_" in of_run and all(key in of_run for key in given if key in of_cell)
+    return known and all(key in of_cell and value == of_cell[key] for key, value in of_run.items())
 
 
 def _refuse_other(folder: Path, settings: Settings) -> None:

@@ -104,18 +104,25 @@ def test_counts_are_those_of_the_shared_targets():
     assert {name: model.parameters for name, model in models.items()} == PAPER
 
 
-def test_initialisation_is_the_papers():
-    model = small(dim=256, layers=8, vocab_size=2000)
+@pytest.mark.parametrize(("changes", "std"), [({}, 0.02), ({"init_std": 0.07}, 0.07)], ids=["the paper's", "given"])
+def test_initialisation(changes, std):
+    model = small(dim=256, layers=8, vocab_size=2000, **changes)
     block = model.blocks[3]
-    for weight, std in (
-        (model.embedding.weight, 0.02),
-        (block.attention.qkv.weight, 0.02),
-        (block.mlp.gate_up.weight, 0.02),
-        (block.attention.out.weight, 0.02 / 4),
-        (block.mlp.out.weight, 0.02 / 4),
+    for weight, expected in (
+        (model.embedding.weight, std),
+        (block.attention.qkv.weight, std),
+        (block.mlp.gate_up.weight, std),
+        (block.attention.out.weight, std / 4),
+        (block.mlp.out.weight, std / 4),
     ):
-        assert weight.std().item() == pytest.approx(std, rel=0.02)
+        assert weight.std().item() == pytest.approx(expected, rel=0.02)
     assert all((p == 1).all() for p in model.parameters() if p.ndim == 1)
+
+
+@pytest.mark.parametrize("init_std", [0, -0.02, math.inf, math.nan, "0.02"])
+def test_deviations_that_cannot_be(init_std):
+    with pytest.raises(ValueError, match=f"model.init_std={init_std!r} must be above 0"):
+        small(init_std=init_std)
 
 
 def test_loss_at_initialisation_is_that_of_guessing():

@@ -303,6 +303,8 @@ def test_runs_are_found_by_their_settings(multiseed, tmp_path):
     found = progress(experiment, cells, str(tmp_path / "runs"), tmp_path / "kept")
     assert summary(found) == f"{len(cells)} runs: 2 done, 1 diverged, {len(cells) - 3} missing"
     assert str(older) in found[2].line(40)
+    given = experiment.cells(["optim.row_norm_schedule=null"])  # stated by the cell, so that it must be in the run
+    assert progress(experiment, given[:3], str(tmp_path / "runs"))[2].state == "missing"
     (older / "config.yaml").write_text(yaml.safe_dump(config | {"seq_len": 1024}))
     assert states()[2] == "missing"
 
