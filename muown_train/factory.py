@@ -134,6 +134,14 @@ def _imported(target: str, section: str) -> Callable[..., Any]:
     return found
 
 
+def defaults(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """What the target of a section takes for arguments that are not given."""
+    if "_target_" not in settings:
+        return {}
+    parameters = inspect.signature(_imported(settings["_target_"], section)).parameters
+    return {key: parameter.default for key, parameter in parameters.items() if parameter.default is not parameter.empty}
+
+
 def check_settings(settings: Any, target: partial[Any], section: str, given: Iterable[str] = ()) -> None:
     """Check names, and kinds of values as far as the defaults in the target's signature tell them.
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from muown_train.config import DATA_IDENTITY
+from muown_train.factory import defaults
 from muown_train.secrets import redacted_tree
 
 # of the configuration, dotted
@@ -19,6 +20,8 @@ def refuse_other_run(folder: Path, about: dict[str, Any] | None, resolved: dict[
     for section in _WHAT_MAY_NOT_CHANGE if about else ():
         old, new = _get(about, f"config.{section}"), redacted_tree(_get(resolved, section))
         if isinstance(old, dict) and isinstance(new, dict):
+            # a setting that an older version did not have is as it was then
+            old, new = defaults(new, section) | old, defaults(new, section) | new
             keys = [key for key in {**old, **new} if f"{section}.{key}" not in _MAY_CHANGE]
             key = next((key for key in keys if old.get(key) != new.get(key)), keys[0])
             section, old, new = f"{section}.{key}", old.get(key), new.get(key)
