@@ -42,7 +42,8 @@ RUNS = {  # by hand, from the paper's grids
     "speedrun_width": 8 * 3 * 2,
 }
 OURS = {"corpus_learning_rate": 3 * 8 + 6 + 6 + 5 + 5, "corpus_weight_decay": 2 * 3 * 3, "corpus_width": 6 * 5}
-OURS |= {"corpus_magnitude": 3 * 4, "corpus_fused_qkv": 4 * 5}
+OURS |= {"corpus_magnitude": 3 * 4, "corpus_fused_qkv": 4 * 5, "corpus_horizon": 3 * 3 * 4, "corpus_seeds": 7 * 3}
+OURS |= {"corpus_spectral": 4, "corpus_effective_rank": 3, "corpus_gradient_noise": 3}
 OF_RANKS = ("replicated", "distributed")
 UPDATES = {"67m": 2542, "124m": 4730, "308m": 11444}
 
@@ -78,7 +79,8 @@ def test_runs_of_our_own_are_for_a_cpu_and_shared(name):
     ours = [settings_of(cell.config) for cell in cells]
     shared = [settings for settings in ours if any(same_settings(one, settings) for one in rates)]
     expected = {"corpus_learning_rate": 46, "corpus_weight_decay": 3 * 3, "corpus_width": 2 * 5}
-    expected |= {"corpus_magnitude": 4, "corpus_fused_qkv": 2 * 5}
+    expected |= {"corpus_magnitude": 4, "corpus_fused_qkv": 2 * 5, "corpus_horizon": 3 * 3, "corpus_seeds": 7}
+    expected |= {"corpus_spectral": 3, "corpus_effective_rank": 3, "corpus_gradient_noise": 3}
     assert len(shared) == expected[name]
 
 
