@@ -79,7 +79,7 @@ def test_runs_of_our_own_are_for_a_cpu_and_shared(name):
     ours = [settings_of(cell.config) for cell in cells]
     shared = [settings for settings in ours if any(same_settings(one, settings) for one in rates)]
     expected = {"corpus_learning_rate": 46, "corpus_weight_decay": 3 * 3, "corpus_width": 2 * 5}
-    expected |= {"corpus_magnitude": 4, "corpus_fused_qkv": 2 * 5, "corpus_horizon": 3 * 3, "corpus_seeds": 7}
+    expected |= {"corpus_magnitude": 4, "corpus_fused_qkv": 2 * 5, "corpus_horizon": 3 * 3, "corpus_seeds": 7 * 3}
     expected |= {"corpus_spectral": 3, "corpus_effective_rank": 3, "corpus_gradient_noise": 3}
     assert len(shared) == expected[name]
 
@@ -305,7 +305,8 @@ def test_runs_are_found_by_their_settings(multiseed, tmp_path):
     found = progress(experiment, cells, str(tmp_path / "runs"), tmp_path / "kept")
     assert summary(found) == f"{len(cells)} runs: 2 done, 1 diverged, {len(cells) - 3} missing"
     assert str(older) in found[2].line(40)
-    given = experiment.cells(["optim.row_norm_schedule=null"])  # stated by the cell, so that it must be in the run
+    stated = f"diverged_from={third.config['diverged_from']}"  # its default, but stated: it must be in the run
+    given = experiment.cells([stated])
     assert progress(experiment, given[:3], str(tmp_path / "runs"))[2].state == "missing"
     (older / "config.yaml").write_text(yaml.safe_dump(config | {"seq_len": 1024}))
     assert states()[2] == "missing"
