@@ -9,6 +9,7 @@
     jobs         runs at a time (run: 1, their threads share the cores; submit: 8)
     ranks        processes of each run, on a GPU each (run: 1; plan: as the experiment's file says)
     device, mfu  of a plan: such as H100-80GB; a known MFU in place of the roofline
+    page         of a report: a page that shows it, such as docs/results.md, to be brought up to date
     KEY=VALUE    anything else is a setting for every run, such as data.path=DIR or paper_exact=true
 
 run     trains here what is missing, goes on with what was cut off, and measures checkpoints where the experiment asks
@@ -51,6 +52,7 @@ DEFAULTS: dict[str, Any] = {
     "ranks": None,
     "device": None,
     "mfu": None,
+    "page": None,
 }
 
 
@@ -229,12 +231,15 @@ def main() -> int:
             return submit(experiment, found, own, flags)
         if own["action"] == "report":
             from muown_train.paper.experiment_report import report
+            from muown_train.paper.page import fill
 
             made = report(experiment, found, further)
             paths = made.write(Path(own["out"]) / experiment.folder / "report")
             print("\n".join(table.markdown() for table in made.tables()))
             print("\n".join(made.notes()))
             print(f"{paths[0].parent}: {', '.join(path.name for path in paths)}")
+            if own["page"]:
+                print(f"{own['page']}: {fill(Path(str(own['page'])), experiment.folder, paths)}")
             return 0
         print(f"{experiment.name}: {experiment.sentence}")
         width = max(len(each.cell.name) for each in found)

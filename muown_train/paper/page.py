@@ -1,0 +1,50 @@
+"""A page by hand with parts that reports fill in, between `<!-- report NAME FIGURE … -->` and `<!-- end -->`.
+
+Figures and the CSV go to a folder beside the page, docs/results/NAME for docs/results.md. Without names of figures all
+of them are shown.
+"""
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from muown_train.files import replace
+
+_PART = re.compile(r"(<!-- report (\S+)((?: \S+)*) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+
+
+def fill(page: Path, name: str, report: Sequence[Path]) -> Path:
+    """Bring the part of a report up to date.
+
+    Args:
+        report: the files of `Report.write`.
+
+    Returns:
+        The folder of its figures.
+
+    Raises:
+        ValueError: the page is not there or has no such part, or the report no such figure.
+        OSError: it cannot be written.
+    """
+    if not page.is_file():
+        raise ValueError(f"page={page} is no file: give a page of Markdown that shows the report")
+    text = page.read_text()
+    found = {match[2]: match for match in _PART.finditer(text)}
+    if name not in found:
+        raise ValueError(f"{page} has no part for this report: <!-- report {name} --> and <!-- end -->, a line each")
+    figures = {path.stem: path for path in report if path.suffix == ".png"}
+    shown = found[name][3].split() or list(figures)
+    if missing := [figure for figure in shown if figure not in figures]:
+        raise ValueError(f"{page}: {name} has no figure {missing[0]} yet; it has {', '.join(figures) or 'none'}")
+    folder = page.with_suffix("") / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (*(figures[figure] for figure in shown), *(path for path in report if path.suffix == ".csv")):
+        shutil.copy(path, folder / path.name)
+    images = [f"![{figure}]({folder.relative_to(page.parent)}/{figure}.png)\n" for figure in shown]
+    tables = next(path for path in report if path.name == "table.md").read_text()
+    body = re.sub(r"\A# .*\n\n.*\n\n|^!\[.*\n\n", "", tables, flags=re.MULTILINE).replace("## ", "#### ")
+    start, end = found[name].start(), found[name].end()
+    part = f"{found[name][1]}\n" + "\n".join([*images, body]) + f"\n{found[name][4]}"
+    replace(page, (text[:start] + part + text[end:]).encode())
+    return folder
