@@ -139,6 +139,7 @@ class NorMuown(_RowStatistics, Muown):
         direction_scale: float = 0.2,
         zero_rows: float | Literal["error"] = "error",
         row_norm_schedule: tuple[float, int, float] | None = None,
+        magnitude_lr_scale: float = 1.0,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -158,6 +159,7 @@ class NorMuown(_RowStatistics, Muown):
             "direction_scale": direction_scale,
             "zero_rows": zero_rows,
             "row_norm_schedule": row_norm_schedule,
+            "magnitude_lr_scale": magnitude_lr_scale,
             "reparameterize": True,
             "blocks": None,
         }

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -308,6 +309,23 @@ def test_row_norm_schedule_is_algorithm_1_with_rows_of_r_lengthened():
     options = {"magnitude": "fixed", "orthogonalizer": "svd", "row_norm_schedule": (3, 4, 2)}
     run(Muown([p], lr=0.05, **options), p, grads)
     torch.testing.assert_close(p.detach(), (start / R.norm(dim=1))[:, None] * R)
+
+
+@pytest.mark.parametrize("magnitude", ["adam", "signum"])
+def test_magnitude_lr_scale(magnitude):
+    """g of one step is that of a learning rate so many times as large, and the directions do not feel it."""
+    p, q, s = (parameter(4, 6) for _ in range(3))
+    (G,) = gradients(1, 4, 6)
+    start = p.detach().norm(dim=1)
+    run(Muown([p], lr=0.05, magnitude=magnitude, magnitude_lr_scale=0.1), p, [G])
+    run(Muown([q], lr=0.005, magnitude=magnitude), q, [G])
+    run(Muown([s], lr=0.05, magnitude=magnitude), s, [G])
+    torch.testing.assert_close(p.detach().norm(dim=1), q.detach().norm(dim=1))
+    torch.testing.assert_close(F.normalize(p.detach(), dim=1), F.normalize(s.detach(), dim=1))
+    moved = [(W.detach().norm(dim=1) - start).abs() for W in (p, s)]
+    torch.testing.assert_close(moved[0], 0.1 * moved[1])
+    with pytest.raises(ValueError, match=r"magnitude_lr_scale.*0"):
+        Muown([p], magnitude_lr_scale=0.0)
 
 
 @pytest.mark.parametrize(
