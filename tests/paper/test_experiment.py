@@ -42,7 +42,7 @@ RUNS = {  # by hand, from the paper's grids
     "speedrun_width": 8 * 3 * 2,
 }
 OURS = {"corpus_learning_rate": 3 * 8 + 6 + 6 + 5 + 5, "corpus_weight_decay": 2 * 3 * 3, "corpus_width": 6 * 5}
-OURS |= {"corpus_magnitude": 5 * 4, "corpus_fused_qkv": 4 * 5, "corpus_horizon": 3 * 3 * 4, "corpus_seeds": 7 * 3}
+OURS |= {"corpus_magnitude": 4 * 4 + 6, "corpus_fused_qkv": 4 * 5, "corpus_horizon": 3 * 3 * 4, "corpus_seeds": 7 * 3}
 OURS |= {"corpus_spectral": 4, "corpus_effective_rank": 3, "corpus_gradient_noise": 3}
 OF_RANKS = ("replicated", "distributed")
 UPDATES = {"67m": 2542, "124m": 4730, "308m": 11444}
