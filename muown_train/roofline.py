@@ -71,7 +71,7 @@ def work_of(model: LanguageModel) -> Work:
         model.dim,
         max(p.shape[1] for p in of["matrix"]),  # what the MLP's last matrix takes in
         model.vocab_size,
-        getattr(model, "checkpointed", 0),
+        model.checkpointed,
     )
 
 

@@ -21,7 +21,8 @@ def refuse_other_run(folder: Path, about: dict[str, Any] | None, resolved: dict[
         old, new = _get(about, f"config.{section}"), redacted_tree(_get(resolved, section))
         if isinstance(old, dict) and isinstance(new, dict):
             # a setting that an older version did not have is as it was then
-            old, new = defaults(new, section) | old, defaults(new, section) | new
+            usual = defaults(new, section)
+            old, new = ({**tree, **{key: usual[key] for key in usual if key not in tree}} for tree in (old, new))
             keys = [key for key in {**old, **new} if f"{section}.{key}" not in _MAY_CHANGE]
             key = next((key for key in keys if old.get(key) != new.get(key)), keys[0])
             section, old, new = f"{section}.{key}", old.get(key), new.get(key)

@@ -24,10 +24,12 @@ A run counts if its settings are those of the experiment, wherever under OUT or 
 """
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +119,7 @@ def plan(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) ->
 
 def run(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) -> int:
     """Train what is missing, and measure what is done."""
-    from muown_train.paper.launch import STOPPED, Launcher, measuring, training
+    from muown_train.paper.launch import STOPPED, Launcher, Task, python, training
     from muown_train.paper.progress import progress, summary
 
     wanted = [each for each in found if each.wanted]
@@ -136,7 +138,13 @@ def run(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) -> 
         return status
     found = progress(experiment, [each.cell for each in found], own["out"], ARCHIVE)
     done = [each for each in found if each.state == "done" and (each.folder / "checkpoints").exists()]
-    return launcher.run([measuring(each, words, ranks) for words in experiment.measure for each in done])
+    tasks = []
+    for kind, *rest in map(shlex.split, experiment.measure):
+        for each in done:  # what has been measured is not measured again
+            program = [*python(ranks), str(ROOT / "scripts" / "analyze.py"), kind, str(each.folder), *rest]
+            log = f"{each.folder.name}-{kind}"
+            tasks.append(Task(each.cell.name, log, program, kind, partial(str, kind), partial(str, f"{kind} measured")))
+    return max(status, launcher.run(tasks))
 
 
 def submit(experiment: "Experiment", found: "list[Found]", own: dict[str, Any], flags: list[str]) -> int:
@@ -239,7 +247,7 @@ def main() -> int:
             print("\n".join(made.notes()))
             print(f"{paths[0].parent}: {', '.join(path.name for path in paths)}")
             if own["page"]:
-                print(f"{own['page']}: {fill(Path(str(own['page'])), experiment.folder, paths)}")
+                print(f"{own['page']}: {fill(Path(str(own['page'])), experiment.folder, made.body(4), paths)}")
             return 0
         print(f"{experiment.name}: {experiment.sentence}")
         width = max(len(each.cell.name) for each in found)

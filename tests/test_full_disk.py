@@ -12,7 +12,7 @@ from muown_train import __main__, files
 from muown_train.__main__ import FAILED, WRONG, explained
 from muown_train.hf.export import export
 from muown_train.saved_run import open_run
-from tests.runs import trained
+from tests.runs import slow_but, trained
 from tests.test_main import limited
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +27,9 @@ def run(corpus, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "words", [("average.py", "{}"), ("export_hf.py", "{}"), ("import_hf.py", "{}/hf")], ids=" ".join
+    "words",
+    slow_but([("average.py", "{}")], [("average.py", "{}"), ("export_hf.py", "{}"), ("import_hf.py", "{}/hf")]),
+    ids=" ".join,
 )
 @pytest.mark.parametrize("room", [10, 200_000], ids=["before", "amid the weights"])
 def test_a_script_that_writes_a_folder(run, tmp_path, words, room):

@@ -33,7 +33,7 @@ def test_every_script_is_started_so(name):
     )
 
 
-@pytest.mark.parametrize("name", slow_but(["prepare_data.py", "plan.py"], RUNNABLE))
+@pytest.mark.parametrize("name", slow_but(["prepare_data.py"], RUNNABLE))
 def test_help_of_a_script(name):
     status, said = unread(f"scripts/{name}", "--help")
     assert status in (0, UNREAD) and not said  # 0 where argparse took it
@@ -78,6 +78,7 @@ def test_another_broken_pipe_is_an_error(tmp_path):
     assert done.returncode == 1 and done.stderr == "error: [Errno 32] Broken pipe\n"
 
 
+@pytest.mark.slow
 def test_training_that_nobody_watches_any_more_goes_on_another_time(tmp_path):
     words = (
         "out=runs",

@@ -29,7 +29,11 @@ def test_settings_of_another_version_are_those_that_it_had(old, new):
         ({"init_std": 0.07}, {}, "model.init_std=0.07, this one has model.init_std=0.02"),
         ({"dim": 64}, {}, "model.dim=64, this one has model.dim=32"),
         ({"left": 1}, {}, "model.left=1, this one has model.left=None"),
-        ({"_target_": "muown_train.models.qwen2.Qwen2"}, {}, "model._target_=muown_train.models.qwen2.Qwen2, this one"),
+        (
+            {"_target_": "muown_train.models.qwen2.Qwen2", "mlp_hidden": 80},
+            {},
+            "model._target_=muown_train.models.qwen2.Qwen2, this one",
+        ),
     ],
 )
 def test_other_settings_are_refused(old, new, message):

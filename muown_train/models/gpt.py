@@ -130,7 +130,7 @@ class GPT(LanguageModel):
         check_heads(dim, heads)
         if isinstance(checkpointed, bool) or not isinstance(checkpointed, int) or not 0 <= checkpointed <= layers:
             raise ValueError(f"model.checkpointed={checkpointed!r} must be a whole number of blocks, 0 to {layers}")
-        if not (isinstance(init_std, int | float) and 0 < init_std < math.inf):
+        if not (not isinstance(init_std, bool) and isinstance(init_std, int | float) and 0 < init_std < math.inf):
             raise ValueError(f"model.init_std={init_std!r} must be above 0")
         self.checkpointed, self.init_std = checkpointed, init_std
         self.vocab_size, self.layers, self.dim, self.seq_len = vocab_size, layers, dim, seq_len

@@ -51,13 +51,14 @@ def archive_experiment(experiment: Experiment, found: Sequence[Found], archive: 
     # one that measures itself is no copy of one that does not
     telling = dataclasses.replace(experiment, same=(*experiment.same, *_MEASURED))
     there = [each.folder if each.run else None for each in progress(telling, [e.cell for e in ended], str(archive))]
-    for each, place in zip(ended, there, strict=True):
-        if place is not None:
-            refuse_other(each.folder, place)
+    places = []
     for each, place in zip(ended, there, strict=True):
         flat = archive / each.folder.name
         own = archive / experiment.folder / each.folder.name
-        yield each, archive_run(each.folder, place or (own if flat.exists() else flat))
+        places.append(place or (own if flat.exists() else flat))
+        refuse_other(each.folder, places[-1])
+    for each, place in zip(ended, places, strict=True):
+        yield each, archive_run(each.folder, place)
 
 
 def archive_run(run: Path, destination: Path) -> str:
@@ -97,8 +98,7 @@ def refuse_other(run: Path, destination: Path) -> None:
     """
     if destination.exists() and _content(destination / _COPIED[0]) != _content(run / _COPIED[0]):
         raise ValueError(
-            f"{destination} has other metrics than {run}, which has the same settings: remove the one of them that is "
-            "not to be kept"
+            f"{destination} has other metrics than {run}: remove the one of them that is not to be kept, or rename it"
         )
 
 

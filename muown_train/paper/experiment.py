@@ -142,10 +142,8 @@ class Experiment:
             shared = unique([*shared, *further])
             if config is None or self.scale:
                 config = composed(shared)
-            elif (
-                self.over
-            ):  # set rather than composed again, as the rate and the seed are: that takes a tenth of a second
-                OmegaConf.update(config, self.over, value)
+            else:  # set rather than composed again, as the rate and the seed are: that takes a tenth of a second
+                OmegaConf.update(config, str(self.over), value)
             named = [part for _, part in given_in_name([*axis, *further])]
             for lr in series.lr:
                 for seed in self.seeds:
@@ -244,8 +242,8 @@ def _read(name: str, sentence: str, node: dict[str, Any]) -> Experiment:
         tuple(values),
         node["report"],
         quantity,
-        tuple(node.get("measure", ())),
-        tuple(node.get("same", ())),
+        _texts("measure", node.get("measure", [])),
+        _texts("same", node.get("same", [])),
         Gpus(gpus["paper"], gpus["device"], gpus["ranks"], gpus.get("mfu")) if gpus else None,
         node["gpu_hours"] if gpus else None,
         _of_paper(node.get("paper") or {}, series),
@@ -256,6 +254,12 @@ def _known(keys: Iterable[str], known: Sequence[str], prefix: str) -> None:
     for key in keys:
         if key not in known:
             raise ValueError(f"there is no {prefix}{key}{nearest(key, known)}; there are {', '.join(known)}")
+
+
+def _texts(key: str, values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ValueError(f"{key}={values!r} must be a list of texts")
+    return tuple(values)
 
 
 def _rates(key: str, values: Any) -> tuple[float, ...]:

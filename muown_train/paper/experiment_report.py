@@ -65,6 +65,11 @@ class Result:
     def deviation(self) -> float | None:
         return mean_and_deviation(self.values)[1] if self.values else None
 
+    @property
+    def score(self) -> float:
+        """By which the best is chosen: the mean; infinite where a seed diverged, so that no survivor alone is best."""
+        return math.inf if self.mean is None or self.count("diverged") else self.mean
+
     def count(self, state: str) -> int:
         """How many runs are in that state."""
         return sum(found.state == state for found in self.runs)
@@ -133,49 +138,58 @@ class Report:
 
     def tables(self) -> list[Table]:
         """All there are: losses, beside the paper's if that can be compared, and what else was measured."""
-        further = TABLES.get(self.experiment.report)
-        tables = [self.table(), *[self.comparison()] * self.comparable, *(further(self) if further else [])]
+        tables = [self.table()]
+        if self.comparable:
+            tables.append(self.comparison())
+        if further := TABLES.get(self.experiment.report):
+            tables += further(self)
         if self.experiment.report == "rates":
             tables.append(self.best())
-        if any(len(each.values) > 1 for each in self.results):
-            tables.append(self.differences())
+        if (differences := self.differences()).rows:
+            tables.append(differences)
         return tables
 
-    def tried(self) -> Iterator[tuple[str, list[Result], list[float], int]]:
-        """Of each setting with runs: name, results by learning rate, their means (inf: diverged), the best's place."""
+    def tried(self) -> Iterator[tuple[str, list[Result], int]]:
+        """Of each setting with runs that are done: its name, results by learning rate, and the place of the best."""
         for key, name in self.columns():
             there = [each for each in self.results if (each.series.key, each.value) == key]
             there = [each for each in sorted(there, key=lambda each: each.lr) if each.values or each.diverged]
-            means = [math.inf if each.mean is None else each.mean for each in there]
-            if any(map(math.isfinite, means)):
-                yield name, there, means, means.index(min(means))
+            at = min(range(len(there)), key=lambda i: there[i].score, default=0)
+            if there and math.isfinite(there[at].score):
+                yield name, there, at
 
     def best(self) -> Table:
         """A line for each setting with runs: its best learning rate, and those beside it that are nearly as good."""
         rows = []
-        for name, there, means, at in self.tried():
-            limit = means[at] + math.log(NEAR) if self.experiment.quantity == "loss" else means[at] * NEAR
-            first = next((i + 1 for i in range(at - 1, -1, -1) if not means[i] <= limit), 0)
-            last = next((i - 1 for i in range(at + 1, len(means)) if not means[i] <= limit), len(means) - 1)
+        for name, there, at in self.tried():
+            best = there[at].score
+            limit = best + math.log(NEAR) if self.experiment.quantity == "loss" else best * NEAR
+            first = next((i + 1 for i in range(at - 1, -1, -1) if not there[i].score <= limit), 0)
+            last = next((i - 1 for i in range(at + 1, len(there)) if not there[i].score <= limit), len(there) - 1)
             near = f"{rate(there[first].lr)} to {rate(there[last].lr)}"
-            factor = there[last].lr / there[first].lr
-            rows.append([name, rate(there[at].lr), self.cell(there[at]), near, f"{factor:.3g}"])
+            at_least = "≥ " * (first == 0 or last == len(there) - 1)  # the grid ends there
+            factor = f"{at_least}{there[last].lr / there[first].lr:.3g}"
+            rows.append([name, rate(there[at].lr), self.cell(there[at]), near, factor])
         head = ["setting", "best learning rate", self.experiment.quantity, "nearly as good", "a factor of"]
         return Table(f"Best learning rates, and those beside them within {NEAR - 1:.0%} of the perplexity", head, rows)
 
     def differences(self) -> Table:
-        """Of each setting at its best learning rate the difference from the first one at its own, seed by seed."""
-        tried = [(name, there[at]) for name, there, _, at in self.tried()]
+        """Of each setting at its best learning rate the difference from the first one at its own, seed by seed.
+
+        Without lines where no setting has several seeds, or no other has those of the first.
+        """
+        tried = [(name, there[at]) for name, there, at in self.tried()]
+        head = ["setting", "best learning rate", "difference", "deviation", "seeds"]
+        if self.experiment.over or not any(len(each.values) > 1 for _, each in tried):
+            return Table("Differences", head, [])
         (first, of_first), *others = tried
         digits, rows = max(self.quantity.digits), []
         for name, each in others:
             common = [each.by_seed[seed] - value for seed, value in of_first.by_seed.items() if seed in each.by_seed]
-            if not common:
-                continue
-            mean, deviation = mean_and_deviation(common)
-            shown = ABSENT if deviation is None else f"{deviation:.{digits}f}"
-            rows.append([name, rate(each.lr), f"{mean:+z.{digits}f}", shown, str(len(common))])
-        head = ["setting", "best learning rate", "difference", "deviation", "seeds"]
+            if common:
+                mean, deviation = mean_and_deviation(common)
+                shown = ABSENT if deviation is None else f"{deviation:.{digits}f}"
+                rows.append([name, rate(each.lr), f"{mean:+z.{digits}f}", shown, str(len(common))])
         return Table(f"Differences from {first} at {rate(of_first.lr)}, seed by seed", head, rows)
 
     def comparison(self) -> Table:
@@ -265,6 +279,11 @@ class Report:
             notes.append(f"Besides the experiment's settings: {' '.join(self.changed)}.")
         return notes
 
+    def body(self, level: int = 2) -> str:
+        """The tables as Markdown under headings of a level, and the notes."""
+        notes = "\n".join(f"- {note}" for note in self.notes())
+        return "\n".join([*(table.markdown(level) for table in self.tables()), f"{notes}\n"])
+
     def write(self, folder: Path) -> list[Path]:
         """table.md, table.csv, table.tex, and of each figure for which there are numbers a PNG and a PDF.
 
@@ -280,8 +299,7 @@ class Report:
             if plot(self, files):
                 parts.append(f"![{name}]({name}.png)\n")
                 figures += files
-        parts += [table.markdown() for table in tables]
-        parts.append("\n".join(f"- {note}" for note in self.notes()) + "\n")
+        parts.append(self.body())
         replace(paths[0], "\n".join(parts).encode())
         replace(paths[1], csv_text(self.records()).encode())
         replace(paths[2], "\n".join(table.latex() for table in tables).encode())

@@ -19,7 +19,6 @@ from muown_train.paper.progress import Found, shown
 from muown_train.records import read_metrics
 from muown_train.status import read_status
 
-ANALYZE = Path(__file__).resolve().parents[2] / "scripts" / "analyze.py"
 STOPPED = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -60,13 +59,6 @@ def training(found: Found, ranks: int = 1) -> "Task":
 
     begins = "goes on" if found.run and found.run.step else "begins"
     return Task(found.cell.name, folder.name, command(found, ranks), begins, at, end)
-
-
-def measuring(found: Found, words: str, ranks: int = 1) -> "Task":
-    """What measures checkpoints of a run: scripts/analyze.py with these words, those not measured yet."""
-    kind, *rest = shlex.split(words)
-    program = [*python(ranks), str(ANALYZE), kind, str(found.folder), *rest]
-    return Task(found.cell.name, f"{found.folder.name}-{kind}", program, kind, lambda: kind, lambda: f"{kind} measured")
 
 
 def line_of(found: Found) -> str:
@@ -114,7 +106,7 @@ class Launcher:
             raise ValueError(f"jobs={jobs} runs of ranks={ranks} need {jobs * ranks} GPUs, there are {gpus}")
         self.logs, self.jobs, self.ranks, self.gpus, self.every, self.say = logs, jobs, ranks, gpus, every, say
         self.running: list[_Job] = []
-        self.failed: list[tuple[str, str]] = []
+        self.failed: list[tuple[str, str]]
         self.stopping: str | None = None
 
     def run(self, tasks: Sequence[Task]) -> int:
@@ -123,6 +115,7 @@ class Launcher:
         Returns:
             0; 1 if one failed; 130 if it was interrupted, by Ctrl-C or SIGTERM, after all have saved.
         """
+        self.failed = []
         self.logs.mkdir(parents=True, exist_ok=True)
         self.say(f"what they print: {self.logs}")
         waiting = list(tasks)

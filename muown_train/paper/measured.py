@@ -5,6 +5,7 @@ A number's name is MATRIX/QUANTITY, where a matrix is such as `blocks.3.attentio
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -54,26 +55,30 @@ class Measured:
     label: str
     runs: Sequence[Mapping[str, Series]]
 
+    @cached_property
+    def by_quantity(self) -> dict[str, list[tuple[Place, Series]]]:
+        """The numbers of matrices of all runs."""
+        found: dict[str, list[tuple[Place, Series]]] = {}
+        for run in self.runs:
+            for name, series in run.items():
+                if is_matrix(name):
+                    found.setdefault(name.partition("/")[2], []).append((place_of(name), series))
+        return found
+
     def kinds(self) -> list[str]:
         """Of the matrices, in their order in the model."""
-        return list(dict.fromkeys(place_of(name).kind for run in self.runs for name in run if is_matrix(name)))
+        return list(dict.fromkeys(place.kind for found in self.by_quantity.values() for place, _ in found))
 
     def layers(self) -> list[int]:
         """Of the model."""
-        places = [place_of(name).layer for run in self.runs for name in run if is_matrix(name)]
-        return sorted({layer for layer in places if layer is not None})
+        layers = {place.layer for found in self.by_quantity.values() for place, _ in found}
+        return sorted(layer for layer in layers if layer is not None)
 
     def spread(self, quantity: str, kind: str | None = None, layer: int | None = None) -> Spread:
         """Of matrices of a kind, or of all; of a layer, or of all; of all runs. Numbers that are none do not count."""
         by_step: dict[float, list[float]] = {}
-        for run in self.runs:
-            for name, (steps, values) in run.items():
-                matrix, _, what = name.partition("/")
-                if what != quantity or not is_matrix(name):
-                    continue
-                place = place_of(matrix)
-                if kind not in (None, place.kind) or layer not in (None, place.layer):
-                    continue
+        for place, (steps, values) in self.by_quantity.get(quantity, []):
+            if kind in (None, place.kind) and layer in (None, place.layer):
                 for step, value in zip(steps.tolist(), values.tolist(), strict=True):
                     if np.isfinite(value):
                         by_step.setdefault(step, []).append(value)
@@ -88,7 +93,7 @@ class Measured:
         """
         found: dict[float, float] = {}
         prefix = "singular_value/"
-        for what in dict.fromkeys(name.partition("/")[2] for run in self.runs for name in run):
+        for what in self.by_quantity:
             if what.startswith(prefix):
                 spread = self.spread(what, kind, layer)
                 if len(spread.steps):
@@ -112,6 +117,11 @@ def lines_of(report: "Report", probe: str) -> list[Measured]:
     return lines
 
 
+def all_layers(lines: Sequence[Measured]) -> list[int]:
+    """Of all models."""
+    return sorted({layer for line in lines for layer in line.layers()})
+
+
 def is_matrix(name: str) -> bool:
     """Whether a number is that of a matrix, and not one over all of them."""
     return "." in name.partition("/")[0]
@@ -125,28 +135,26 @@ def place_of(name: str) -> Place:
     words = [part for part in parts if not part.isdigit() and part not in ("blocks", "layers")]
     if block:
         last = words[-1]
-        words[-1] = last[int(block)] if len(last) == 3 else f"{last}:{block}"
+        words[-1] = last[int(block)] if last == "qkv" else f"{last}:{block}"
     kind = ".".join(words)
     return Place(_KINDS.get(kind, kind), layer)
 
 
 def measured(run: RunRecord, probe: str) -> dict[str, Series]:
-    """All numbers of a probe by name; of a step that both have those that the run measured itself count.
+    """All numbers of a probe by name; of a step that both have those that were measured later count: they may be exact.
 
     Args:
         probe: such as spectral, of metrics.jsonl (SPECTRAL/MATRIX/QUANTITY) or RUN/analysis/SPECTRAL.jsonl.
     """
     points: dict[str, dict[float, float]] = {}
+    for key in run.columns:
+        if key.startswith(f"{probe}/"):
+            steps, values = run.series(key)
+            points[key.removeprefix(f"{probe}/")] = dict(zip(steps.tolist(), values.tolist(), strict=True))
     for line in _analysed(run, probe):
         for name, value in line.items():
             if is_matrix(name) and isinstance(value, int | float):
                 points.setdefault(name, {})[line["step"]] = value
-    for key in run.columns:
-        if key.startswith(f"{probe}/"):
-            steps, values = run.series(key)
-            points.setdefault(key.removeprefix(f"{probe}/"), {}).update(
-                zip(steps.tolist(), values.tolist(), strict=True)
-            )
     return {
         name: (np.array(sorted(found)), np.array([found[step] for step in sorted(found)]))
         for name, found in points.items()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from muown_train.paper import style
-from muown_train.paper.measured import Measured, Spread, lines_of
+from muown_train.paper.measured import Measured, Spread, all_layers, lines_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,11 +60,13 @@ def plot_effective_rank(report: "Report", paths: Sequence[Path]) -> bool:
 def plot_singular_values(report: "Report", paths: Sequence[Path]) -> bool:
     """Histograms and distributions of the singular values of a late block after the last update measured."""
     lines = lines_of(report, "spectral")
-    kinds = _kinds(lines)
-    layers = sorted({layer for line in lines for layer in line.layers()})
-    block = layers[_at_depth(_DEPTH, len(layers))] if layers else None
-    found = {kind: [line.singular_values(kind, block) for line in lines] for kind in kinds}
-    if not any(len(parts) for of_kind in found.values() for parts, _ in of_kind):
+    layers = all_layers(lines)
+    if not layers:
+        return False
+    block = layers[_at_depth(_DEPTH, len(layers))]
+    found = {kind: [line.singular_values(kind, block) for line in lines] for kind in _kinds(lines)}
+    kinds = [kind for kind, of_kind in found.items() if any(len(parts) for parts, _ in of_kind)]
+    if not kinds:
         return False
     looks = [look | {"linestyle": style.LINES[i % 4]} for i, look in enumerate(_looks(lines))]  # there are no markers
     with _figure(len(kinds), 2) as figure:
@@ -86,7 +88,7 @@ def plot_singular_values(report: "Report", paths: Sequence[Path]) -> bool:
         axes[0, 0].set_ylabel("density")
         axes[1, 0].set_ylabel("singular value")
         _legend(figure, axes[0, 0], lines, looks, markers=False)
-        _caption(figure, f"Block {(block or 0) + 1}, after the last update that was measured.")
+        _caption(figure, f"Block {block + 1}, after the last update that was measured.")
         style.save(figure, paths)
     return True
 
@@ -150,7 +152,7 @@ def plot_step_times(report: "Report", paths: Sequence[Path]) -> bool:
 
 def shown_blocks(lines: Sequence[Measured]) -> list[int]:
     """The blocks that are shown one by one: all of a few, else those at the depths of the paper's."""
-    layers = sorted({layer for line in lines for layer in line.layers()})
+    layers = all_layers(lines)
     if len(layers) <= 4:
         return layers
     return [layers[at] for at in sorted({_at_depth(depth, len(layers)) for depth in _DEPTHS})]

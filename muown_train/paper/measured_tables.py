@@ -26,7 +26,9 @@ def spectral_tables(report: "Report") -> list[Table]:
 
     def cell(quantity: str, of: Callable[[Any], np.ndarray], line: Measured, kind: str) -> str:
         values = of(line.spread(quantity, kind).median)
-        return f"{values[-1]:.3g} (x{values[-1] / values[0]:.2f})" if len(values) else ABSENT
+        if not len(values):
+            return ABSENT
+        return f"{values[-1]:.3g}" + (f" (x{values[-1] / values[0]:.2f})" if values[0] else "")
 
     return [
         _by_kind(

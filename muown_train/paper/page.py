@@ -11,13 +11,14 @@ from pathlib import Path
 
 from muown_train.files import replace
 
-_PART = re.compile(r"(<!-- report (\S+)((?: \S+)*) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+_PART = re.compile(r"(<!-- report (\S+)((?: \S+)*) -->\n)(?:(?!<!-- report ).)*?(<!-- end -->)(?=\n|\Z)", re.DOTALL)
 
 
-def fill(page: Path, name: str, report: Sequence[Path]) -> Path:
+def fill(page: Path, name: str, body: str, report: Sequence[Path]) -> Path:
     """Bring the part of a report up to date.
 
     Args:
+        body: what follows the figures.
         report: the files of `Report.write`.
 
     Returns:
@@ -42,8 +43,6 @@ def fill(page: Path, name: str, report: Sequence[Path]) -> Path:
     for path in (*(figures[figure] for figure in shown), *(path for path in report if path.suffix == ".csv")):
         shutil.copy(path, folder / path.name)
     images = [f"![{figure}]({folder.relative_to(page.parent)}/{figure}.png)\n" for figure in shown]
-    tables = next(path for path in report if path.name == "table.md").read_text()
-    body = re.sub(r"\A# .*\n\n.*\n\n|^!\[.*\n\n", "", tables, flags=re.MULTILINE).replace("## ", "#### ")
     start, end = found[name].start(), found[name].end()
     part = f"{found[name][1]}\n" + "\n".join([*images, body]) + f"\n{found[name][4]}"
     replace(page, (text[:start] + part + text[end:]).encode())

@@ -19,6 +19,10 @@ from muown_train.secrets import redacted_tree
 STATES = ("done", "diverged", "running", "queued", "stopped", "cut off", "failed", "missing")
 
 
+# settings that some of the kept runs do not know, with what they had
+_LATER: Settings = {"model.init_std": 0.02, "optim.magnitude_lr_scale": 1.0}
+
+
 @dataclass(frozen=True)
 class Found:
     """A cell and its run, if there is one."""
@@ -67,17 +71,16 @@ def progress(experiment: Experiment, cells: Sequence[Cell], out: str, archive: P
             config = read_config(path)
         except NoRun:  # being made, or broken: it is no finished run in any case
             continue
-        settings = settings_of(config) | {key: config.get(key) for key in experiment.same}
+        settings = _settings(config, experiment.same)
         by_rate.setdefault((config.get("seed"), settings.get("optim.lr")), []).append((path, settings))
     found = []
     for cell in cells:
-        settings = settings_of(redacted_tree(cell.config)) | {key: cell.config.get(key) for key in experiment.same}
-        given = [word.partition("=")[0].lstrip("+") for word in cell.overrides]
+        settings = _settings(redacted_tree(cell.config), experiment.same)
         there = by_rate.get((cell.seed, cell.lr), [])
-        same = [path for path, of_run in there if same_settings(of_run, settings, given)]
+        same = [path for path, of_run in there if same_settings(of_run, settings)]
         own = folder / check_name(cell.name)
         if own not in same:
-            _refuse_other(own, settings)
+            _refuse_other(own, settings, experiment.same)
         candidates = [_found(cell, path) for path in same]
         candidates.sort(key=lambda each: (STATES.index(each.state), -(each.run.step if each.run else 0)))
         found.append(candidates[0] if candidates else Found(cell, own, None, _without_record(own)))
@@ -91,28 +94,32 @@ def _folders(places: Iterable[Path]) -> Iterator[Path]:
             yield from (path.parent for path in sorted(place.glob(pattern)))
 
 
-def same_settings(of_run: Mapping[str, Any], of_cell: Mapping[str, Any], given: Iterable[str] = ()) -> bool:
-    """Whether a run is that of a cell. What an older run's configuration does not have yet is as it was by default.
-
-    Args:
-        given: settings that the cell does not leave at their defaults, so that no run may be without them.
-    """
-    known = "optim._target_" in of_run and all(key in of_run for key in given if key in of_cell)
-    return known and all(key in of_cell and value == of_cell[key] for key, value in of_run.items())
+def _settings(config: Mapping[str, Any], same: Sequence[str]) -> Settings:
+    """What defines a run, and what else an experiment asks of its runs."""
+    return settings_of(config) | {key: config.get(key) for key in same}
 
 
-def _refuse_other(folder: Path, settings: Settings) -> None:
+def same_settings(of_run: Mapping[str, Any], of_cell: Mapping[str, Any]) -> bool:
+    """Whether a run is that of a cell; a run from before a setting was there had what it does by default."""
+    return "optim._target_" in of_run and _differing(of_run, of_cell) is None
+
+
+def _differing(of_run: Mapping[str, Any], of_cell: Mapping[str, Any]) -> str | None:
+    """The first setting that is another, if there is one."""
+    of_run = {**{key: value for key, value in _LATER.items() if key in of_cell}, **of_run}
+    return next((key for key in {**of_run, **of_cell} if of_run.get(key) != of_cell.get(key)), None)
+
+
+def _refuse_other(folder: Path, settings: Settings, same: Sequence[str]) -> None:
     """Error if a folder that a cell would train in holds a run with other settings."""
     if not (folder / "config.yaml").exists():
         return
-    config = read_config(folder)
-    there = settings_of(config) | {key: config.get(key) for key in settings if key in config}
-    for key, value in there.items():
-        if value != settings.get(key):
-            raise ValueError(
-                f"{folder} holds a run with {key}={value}, the experiment has {settings.get(key)}: give the settings "
-                "that it was trained with, or another out"
-            )
+    there = _settings(read_config(folder), same)
+    if key := _differing(there, settings):
+        raise ValueError(
+            f"{folder} holds a run with {key}={there.get(key)}, the experiment has {settings.get(key)}: give the "
+            "settings that it was trained with, or another out"
+        )
 
 
 def _found(cell: Cell, folder: Path) -> Found:

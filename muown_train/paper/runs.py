@@ -3,6 +3,7 @@
 Nothing in a run's folder is changed, and it may still be training. torch is not loaded.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import yaml
-from omegaconf._utils import get_yaml_loader  # no other way to what it takes for a number
 
 from muown_train.config import DATA_IDENTITY, defines_run, dotted
 from muown_train.files import read_json
@@ -27,7 +27,14 @@ Series = tuple[np.ndarray, np.ndarray]  # two of float64 (N,)
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """YAML as OmegaConf reads it (1e-3 is a number), in a twentieth of the time: an archive has a hundred runs."""
 
-    yaml_implicit_resolvers = get_yaml_loader().yaml_implicit_resolvers
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+)
 
 
 class NoRun(ValueError):

@@ -150,7 +150,6 @@ def table_below(figure: "Figure", entries: Sequence[str], looks: Sequence[dict[s
     Args:
         entries: see `aligned`; looks: of the lines, one less; title: a sentence above it.
     """
-    import numpy as np
     from matplotlib.lines import Line2D
 
     size = 7.0

@@ -25,11 +25,11 @@ class Table:
     rows: Sequence[Sequence[str]]
     spare: Sequence[str] = ()  # columns that a narrow terminal does without, the first of them first
 
-    def markdown(self) -> str:
-        """A heading and the table."""
+    def markdown(self, level: int = 2) -> str:
+        """A heading of that level and the table."""
         lines = [self.head, ["---"] + ["---:"] * (len(self.head) - 1), *self.rows]
         body = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-        return f"## {self.title}\n\n{body}\n"
+        return f"{'#' * level} {self.title}\n\n{body}\n"
 
     def latex(self) -> str:
         """A tabular of the package booktabs, the title in a comment above."""

@@ -252,7 +252,19 @@ def test_the_best_learning_rates(tmp_path):
     rates = experiment.series[0].lr
     fill(tmp_path / experiment.folder, cells, lambda cell: ends[cell.series.key][rates.index(cell.lr)])
     rows = report(experiment, progress(experiment, cells, str(tmp_path))).best().rows
-    assert [row[1:] for row in rows] == [["2e-3", "10.00", "1e-3 to 3e-3", "3"], ["1e-3", "10.00", "5e-4 to 1e-3", "2"]]
+    assert [row[1:] for row in rows] == [
+        ["2e-3", "10.00", "1e-3 to 3e-3", "≥ 3"],
+        ["1e-3", "10.00", "5e-4 to 1e-3", "≥ 2"],
+    ]
+
+
+def test_a_rate_at_which_a_seed_diverged_is_not_the_best(multiseed, tmp_path):
+    experiment, cells = multiseed
+    ends = {("muown_wd0", 4e-3): [14.0, "diverged", "diverged"], ("muown_wd0", 1e-3): [14.5] * 3}
+    fill(tmp_path / experiment.folder, cells, lambda cell: ends.get(cell.setting[::2], ["diverged"] * 3)[cell.seed])
+    made = report(experiment, progress(experiment, cells, str(tmp_path)))
+    assert made.best().rows == [["Muown", "1e-3", "14.50 ± 0.000", "1e-3 to 1e-3", "≥ 1"]]
+    assert made.differences().rows == [] and not any("Differences" in table.title for table in made.tables())
 
 
 def test_differences_are_those_of_seeds(multiseed, tmp_path):
@@ -299,15 +311,23 @@ def test_runs_are_found_by_their_settings(multiseed, tmp_path):
     fill(older.parent, [third], lambda cell: 14.0)
     (older.parent / third.name).rename(older)
     config = yaml.safe_load((older / "config.yaml").read_text())
-    del config["optim"]["row_norm_schedule"], config["diverged_from"]  # settings that there were not then
+    del config["optim"]["magnitude_lr_scale"], config["model"]["init_std"]  # settings that there were not then
     (older / "config.yaml").write_text(yaml.safe_dump(config | {"name": "x", "cache": "y", "time_limit": 5}))
     assert states() == ["done", "diverged", "done"] + ["missing"] * (len(cells) - 3)
     found = progress(experiment, cells, str(tmp_path / "runs"), tmp_path / "kept")
     assert summary(found) == f"{len(cells)} runs: 2 done, 1 diverged, {len(cells) - 3} missing"
     assert str(older) in found[2].line(40)
-    stated = f"diverged_from={third.config['diverged_from']}"  # its default, but stated: it must be in the run
-    given = experiment.cells([stated])
-    assert progress(experiment, given[:3], str(tmp_path / "runs"))[2].state == "missing"
+    other = experiment.cells(["model.init_std=0.03"])[:3]
+    assert progress(experiment, other, str(tmp_path / "runs"))[2].state == "missing"
+    (tmp_path / "runs" / experiment.folder).mkdir()
+    (tmp_path / "runs" / experiment.folder / other[2].name).symlink_to(older)
+    with pytest.raises(ValueError, match=r"holds a run with model.init_std=None, the experiment has 0.03"):
+        progress(experiment, other, str(tmp_path / "runs"))
+    (tmp_path / "runs" / experiment.folder / other[2].name).unlink()
+    del config["diverged_from"]  # one that all runs have
+    (older / "config.yaml").write_text(yaml.safe_dump(config))
+    assert states()[2] == "missing"
+    config["diverged_from"] = third.config["diverged_from"]
     (older / "config.yaml").write_text(yaml.safe_dump(config | {"seq_len": 1024}))
     assert states()[2] == "missing"
 
@@ -421,6 +441,8 @@ def test_what_cannot_be(call, message):
     [
         (("  report: rates", "  raport: rates"), "experiment: there is no raport (did you mean report?)"),
         (("report: rates", "report: graph"), "there is no report=graph"),
+        (("report: rates", "report: rates\n  same: probes"), "same='probes' must be a list of texts"),
+        (("report: rates", "report: rates\n  measure: [[spectral]]"), "measure=[['spectral']] must be a list of texts"),
         (("  seeds: [0]\n", ""), "'seeds' is missing"),
         (("lr: [3e-3", "lr: [-3e-3"), "series.muown_wd0.lr=[-0.003, 0.002, 0.001, 0.0005] must be learning rates"),
         (("[11.90, ", "["), "paper.muown_wd0 has 3 numbers for 4 learning rates"),

@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muown_train.paper import style
 from muown_train.paper.experiment import load_experiment
 from muown_train.paper.experiment_report import report
 from muown_train.paper.measured import Measured, Place, lines_of, measured, place_of
-from muown_train.paper.measured_figures import shown_blocks
+from muown_train.paper.measured_figures import plot_effective_rank, plot_singular_values, shown_blocks
 from muown_train.paper.progress import progress
 from muown_train.paper.runs import read_run
 from tests.paper.folders import line, settings, write
+from tests.runs import slow_but
 
 NAMES = ["blocks.0.attention.qkv.weight:0", "blocks.0.mlp.out.weight", "blocks.1.mlp.out.weight"]
 
@@ -71,7 +73,7 @@ def test_probes_and_analyses_are_read_as_one(tmp_path):
     found = measured(read_run(folder), "spectral")
     assert list(found) == [f"{NAMES[0]}/spectral_norm"]
     steps, values = found[f"{NAMES[0]}/spectral_norm"]
-    assert steps.tolist() == [1, 2, 3] and values[:2].tolist() == [1, 2] and np.isnan(values[2])
+    assert steps.tolist() == [1, 2, 3] and values[:2].tolist() == [1, 9] and np.isnan(values[2])
     assert measured(read_run(folder), "effective_rank") == {}
 
 
@@ -107,6 +109,7 @@ def drawn(made, folder):
     return names
 
 
+@pytest.mark.slow
 def test_spectra(tmp_path):
     growth = {"muon_wd0": 4.0, "muown_wd0": 2.0, "muown_fixed": 1.0}
 
@@ -131,6 +134,40 @@ def test_spectra(tmp_path):
     assert (parts.tolist(), values.tolist()) == ([0, 0.5, 1], [0, 8, 16])
 
 
+def test_what_is_drawn(tmp_path, monkeypatch):
+    """The lines of a panel are medians over layers, shaded from the least to the largest."""
+    numbers = dict(zip(NAMES[1:], (0.2, 0.6), strict=True))
+    made = filled("effective_rank_124m", tmp_path, lambda key, step: {name: v * step for name, v in numbers.items()})
+    figures = []
+    monkeypatch.setattr(style, "save", lambda figure, paths: figures.append(figure))
+    assert plot_effective_rank(made, [])
+    (axes,) = figures[0].axes
+    assert axes.get_title() == "MLP out" and axes.get_xlabel() == "update"
+    (line_drawn,) = [each for each in axes.get_lines() if len(each.get_xdata())]
+    assert line_drawn.get_xdata().tolist() == [1, 2, 3]
+    assert line_drawn.get_ydata() == pytest.approx([0.4, 0.8, 1.2])
+    (shade,) = axes.collections
+    corners = {tuple(corner) for corner in shade.get_paths()[0].vertices.round(6).tolist()}
+    assert {(1, 0.2), (1, 0.6), (3, 0.6), (3, 1.8)} <= corners
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == ["Muown"]
+
+
+def test_histograms_have_the_quantiles_area(tmp_path, monkeypatch):
+    """Of singular values that lie evenly between 0 and 2 every bin is as high: 1/2."""
+    quantiles = {f"{NAMES[1]}/singular_value/{q:g}": 2 * q for q in (0, 0.25, 0.5, 0.75, 1)}
+    norms = {f"{NAMES[1]}/{key}": 2.0 for key in ("spectral_norm", "max_row_norm", "coherence")}
+    made = filled("spectral_500m", tmp_path, lambda key, step: quantiles | norms)
+    figures = []
+    monkeypatch.setattr(style, "save", lambda figure, paths: figures.append(figure))
+    assert plot_singular_values(made, [])
+    above, below = figures[0].axes
+    heights = [patch.get_data().values for patch in above.patches]
+    assert len(heights) == 3 and np.array(heights) == pytest.approx(0.5, rel=0.02)
+    assert [each.get_ydata().tolist() for each in below.get_lines() if len(each.get_xdata())] == [
+        [0, 0.5, 1, 1.5, 2]
+    ] * 3
+
+
 def test_effective_ranks(tmp_path):
     made = filled("effective_rank_124m", tmp_path, lambda key, step: {NAMES[1]: 0.2 * step, NAMES[2]: 0.1})
     assert made.tables()[1].rows == [["MLP out", f"{np.mean([0.15, 0.25, 0.35]):.3f}"]]
@@ -147,7 +184,9 @@ def test_gradient_noise(tmp_path):
     assert drawn(made, tmp_path / "report") == ["figure", "losses"]
 
 
-@pytest.mark.parametrize("name", ["spectral_500m", "effective_rank_124m", "gradient_noise_124m"])
+@pytest.mark.parametrize(
+    "name", slow_but(["effective_rank_124m"], ["spectral_500m", "effective_rank_124m", "gradient_noise_124m"])
+)
 def test_nothing_is_measured_yet(name, tmp_path):
     made = filled(name, tmp_path, lambda key, step: {})
     assert drawn(made, tmp_path / "report") == ["losses"]

@@ -12,7 +12,8 @@ from tests.paper.experiments import fill as fill_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results.md"
-PARTS = re.findall(r"<!-- report (\S+)", PAGE.read_text()) if PAGE.exists() else []
+BODY = "#### T\n\n| x |\n\n- note\n"
+PARTS = re.findall(r"<!-- report (\S+)", PAGE.read_text())
 
 
 @pytest.fixture
@@ -22,7 +23,6 @@ def made(tmp_path):
     files = [tmp_path / "report" / name for name in ("table.md", "table.csv", "one.png", "one.pdf", "two.png")]
     for path in files:
         path.write_text(path.name)
-    files[0].write_text("# a\n\nA sentence.\n\n![one](one.png)\n\n![two](two.png)\n\n## T\n\n| x |\n\n- note\n")
     return files
 
 
@@ -33,28 +33,38 @@ def test_the_part_of_a_report_is_brought_up_to_date_and_nothing_else(made, tmp_p
     part = "\n![two](results/a/two.png)\n\n#### T\n\n| x |\n\n- note\n\n"
     expected = f"# Mine\n\n{other}<!-- report a two -->\n{part}<!-- end -->\nafter\n"
     for _ in range(2):
-        assert fill(page, "a", made) == tmp_path / "results" / "a"
+        assert fill(page, "a", BODY, made) == tmp_path / "results" / "a"
         assert page.read_text() == expected
     assert sorted(path.name for path in (tmp_path / "results" / "a").iterdir()) == ["table.csv", "two.png"]
+
+
+def test_a_part_that_does_not_end_takes_nothing_with_it(made, tmp_path):
+    page = tmp_path / "results.md"
+    page.write_text("<!-- report a -->\nmine\n<!-- report b -->\n<!-- end -->")
+    with pytest.raises(ValueError, match=r"results\.md has no part for this report: <!-- report a -->"):
+        fill(page, "a", BODY, made)
+    fill(page, "b", BODY, made)
+    assert page.read_text().startswith("<!-- report a -->\nmine\n<!-- report b -->\n\n![one]")
+    assert page.read_text().endswith("- note\n\n<!-- end -->")
 
 
 def test_all_figures_where_none_is_named(made, tmp_path):
     page = tmp_path / "results.md"
     page.write_text("<!-- report a -->\n<!-- end -->\n")
-    fill(page, "a", made)
+    fill(page, "a", BODY, made)
     assert page.read_text().count("results/a/") == 2
 
 
 def test_pages_that_cannot_be_filled(made, tmp_path):
     page = tmp_path / "results.md"
     with pytest.raises(ValueError, match=r"page=.*results.md is no file: give a page"):
-        fill(page, "a", made)
+        fill(page, "a", BODY, made)
     page.write_text("<!-- report b -->\n<!-- end -->\n")
     with pytest.raises(ValueError, match=r"results.md has no part for this report: <!-- report a --> and <!-- end -->"):
-        fill(page, "a", made)
+        fill(page, "a", BODY, made)
     page.write_text("<!-- report a three -->\n<!-- end -->\n")
     with pytest.raises(ValueError, match=r"results.md: a has no figure three yet; it has one, two"):
-        fill(page, "a", made)
+        fill(page, "a", BODY, made)
     assert page.read_text() == "<!-- report a three -->\n<!-- end -->\n" and not (tmp_path / "results").exists()
 
 
