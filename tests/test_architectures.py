@@ -39,6 +39,7 @@ def trained(corpus, out, name: str) -> Run:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL_MODELS)
 def test_fifty_updates_with_and_without_a_kill(corpus, tmp_path, name):
     whole = trained(corpus, tmp_path / "whole", name)

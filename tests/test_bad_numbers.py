@@ -52,6 +52,7 @@ def poisoned_on_rank_1(world, corpus, out):
     return weights
 
 
+@pytest.mark.slow
 def test_both_ranks_skip_the_update_that_one_of_them_cannot_make(corpus, tmp_path):
     of_ranks = on_ranks(2, poisoned_on_rank_1, corpus, tmp_path)
     for a, b in zip(*of_ranks, strict=True):
@@ -206,6 +207,7 @@ def altered_on_one(world, corpus, out, altered_rank):
     return None
 
 
+@pytest.mark.slow
 def test_weights_that_have_parted_are_found(corpus, tmp_path):
     said = on_ranks(2, altered_on_one, corpus, tmp_path, 1)
     assert said[0] == said[1] and said[0].startswith("after update 8 ") and "embed" in said[0]

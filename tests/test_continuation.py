@@ -98,6 +98,7 @@ def on_this_rank(world: World, corpus: Path, out: Path, source: Path) -> list[fl
     return losses(decayed(corpus, out, source, "tokens=1024", "micro_batch=1", world=world).folder)
 
 
+@pytest.mark.slow
 def test_on_two_ranks(corpus, tmp_path, stable, planned):
     source = stable / "checkpoints" / "step-00000008"
     assert on_ranks(2, on_this_rank, corpus, tmp_path, source)[0] == pytest.approx(losses(planned.folder)[8:], abs=1e-4)

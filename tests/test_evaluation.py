@@ -49,6 +49,7 @@ def test_equals_a_plain_loop(targets, micro_batch):
     assert count == targets and loss == pytest.approx(naive(targets), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_equal_on_three_ranks():
     expected = naive(337)
     for loss, count in on_ranks(3, _evaluate, 337, 4):

@@ -189,6 +189,7 @@ def limited(bytes_per_file: int):
     return limit
 
 
+@pytest.mark.slow
 def test_a_disk_that_cannot_take_a_checkpoint(corpus, tmp_path):
     command = [*COMMAND, *small(corpus, tmp_path, "name=full")]
     done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limited(200_000))

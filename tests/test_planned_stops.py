@@ -68,6 +68,7 @@ def stopped_on(world, corpus, out):
     return outcome, run.trainer.step
 
 
+@pytest.mark.slow
 def test_all_ranks_stop_after_the_same_update(corpus, tmp_path, uninterrupted):
     first, second = on_ranks(2, stopped_on, corpus, tmp_path)
     assert first[0] == second == Outcome("stopped", "SIGUSR1")

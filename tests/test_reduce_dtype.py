@@ -58,6 +58,7 @@ def storages(world: World, corpus: Path, out: Path) -> list[set[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_gradients_exist_once(corpus, tmp_path):
     for found in on_ranks(2, storages, corpus, tmp_path):
         assert len(found) == 3 * 3

@@ -52,6 +52,7 @@ def train_on_this_rank(world: World, corpus: Path, out: Path) -> dict[str, torch
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_of_two_ranks(corpus, tmp_path):
     weights = on_ranks(2, train_on_this_rank, corpus, tmp_path)[0]
     loaded = dict(open_run(tmp_path / "run").model().named_parameters())

@@ -83,6 +83,7 @@ def test_begun_on_two_ranks_it_goes_on_on_three_and_then_on_one(corpus, tmp_path
         assert found == pytest.approx(losses(tmp_path / optim / "run"), abs=tolerance)
 
 
+@pytest.mark.slow
 def test_begun_on_one_rank_it_goes_on_on_two(corpus, tmp_path, runs):
     train(World(0, 1, torch.device("cpu")), corpus, tmp_path, "tokens=1536")
     on_ranks(2, train, corpus, tmp_path, "tokens=3072")

@@ -77,6 +77,7 @@ def alone_and_together(world: World, out: Path, updates: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_see_what_one_sees(at_the_hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = on_ranks(2, alone_and_together, tmp_path, 12)

@@ -116,6 +116,7 @@ def test_two_ranks_give_the_losses_of_one_and_the_same_weights_on_both(corpus, t
     assert one[-1]["valid/loss"] == pytest.approx(two[-1]["valid/loss"], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_begun_on_two_ranks_it_goes_on_on_one(corpus, tmp_path, uninterrupted):
     # half of the budget at the full run's schedule cannot be had by `tokens`, so the lr is constant
     constant = ("schedule=constant", "schedule.warmup=0.0")

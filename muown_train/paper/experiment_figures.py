@@ -85,9 +85,11 @@ FIGURES: dict[str, dict[str, Callable[["Report", Sequence[Path]], bool]]] = {
 
 
 def _lines(report: "Report") -> dict[tuple[str, str], list["Result"]]:
-    """The results of each line, by panel and label."""
+    """The results of each line, by panel and label; those without anything to draw are left out."""
     found: dict[tuple[str, str], list[Result]] = {}
     for result in report.results:
+        if not (_means([result], report.comparable) or result.diverged):
+            continue
         if report.experiment.over is None:
             key = result.series.panel, result.series.label
         else:

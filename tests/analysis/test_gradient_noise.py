@@ -157,6 +157,7 @@ def cut_on_this_rank(world, folder, scratch):
         return "cut"
 
 
+@pytest.mark.slow
 def test_two_ranks_find_the_same(runs, found, tmp_path):
     first, second = on_ranks(2, on_this_rank, runs["muown"], tmp_path / "state")
     assert first == second

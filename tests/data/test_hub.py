@@ -273,6 +273,7 @@ def test_a_broken_file(hub, tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CORPUS.is_dir(), reason="needs the corpus")
 def test_the_corpus_under_the_name_of_fineweb_edu(tmp_path):
     root = build(tmp_path / "hub", [])

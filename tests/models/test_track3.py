@@ -193,6 +193,7 @@ def test_the_muown_experiment_is_the_issues():
     assert model.embedding.weight.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_50_updates_learn_and_an_interrupted_run_ends_the_same(experiment, corpus, tmp_path):
     run = (f"experiment={experiment}", *TINY, "tokens=12800")

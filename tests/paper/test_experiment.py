@@ -106,6 +106,7 @@ def test_every_run_can_be_built(name, scale):
         assert top.batch_tokens == (SCALES[scale].batch_tokens if scale else 524_288)
 
 
+@pytest.mark.slow
 def test_settings_of_runs_that_the_paper_states():
     width = {cell.series.key: cell for cell in load_experiment("width").cells()}
     for series, cell in width.items():
