@@ -81,7 +81,7 @@ def test_before_the_first_update_there_is_nothing_to_save(corpus, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("failing_rank", [0, 1])
+@pytest.mark.parametrize("failing_rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_all_ranks_stop_together(corpus, tmp_path, failing_rank):
     assert on_ranks(2, failing, corpus, tmp_path, failing_rank) == [MESSAGE, MESSAGE]
     on_ranks(2, resumed, corpus, tmp_path)

@@ -122,7 +122,7 @@ def probed_and_not(world: World, out: Path) -> tuple[list, list]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_probes_read_streams_of_their_own(at_the_hub, tmp_path, size):
     plain, probed = on_ranks(size, probed_and_not, tmp_path)[0]
     assert plain == probed and len(plain) == 7

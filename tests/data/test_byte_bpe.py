@@ -345,7 +345,7 @@ def test_published_tokenizers_on_the_corpus(path, limit):
         assert_same_ids(tokenizer, library, texts[start : start + 100])
 
 
-@pytest.mark.parametrize("limit", [300, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("limit", [300, pytest.param(None, marks=pytest.mark.long)])
 def test_gpt2_on_the_corpus(limit):
     if not GPT2.is_file() or not (SHARED / "corpus").is_dir():
         pytest.skip("needs gpt2.tiktoken and the corpus")
