@@ -243,7 +243,7 @@ def main() -> int:
 
             made = report(experiment, found, further)
             paths = made.write(Path(own["out"]) / experiment.folder / "report")
-            print("\n".join(table.markdown() for table in made.tables()))
+            print("\n".join(table.markdown() for table in made.tables))
             print("\n".join(made.notes()))
             print(f"{paths[0].parent}: {', '.join(path.name for path in paths)}")
             if own["page"]:

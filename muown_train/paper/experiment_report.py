@@ -7,6 +7,7 @@ the table as well. torch is not loaded.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,6 +137,7 @@ class Report:
         ]
         return Table(self.quantity.title, ["learning rate", *(name for _, name in columns)], rows)
 
+    @cached_property
     def tables(self) -> list[Table]:
         """All there are: losses, beside the paper's if that can be compared, and what else was measured."""
         tables = [self.table()]
@@ -282,7 +284,7 @@ class Report:
     def body(self, level: int = 2) -> str:
         """The tables as Markdown under headings of a level, and the notes."""
         notes = "\n".join(f"- {note}" for note in self.notes())
-        return "\n".join([*(table.markdown(level) for table in self.tables()), f"{notes}\n"])
+        return "\n".join([*(table.markdown(level) for table in self.tables), f"{notes}\n"])
 
     def write(self, folder: Path) -> list[Path]:
         """table.md, table.csv, table.tex, and of each figure for which there are numbers a PNG and a PDF.
@@ -292,7 +294,6 @@ class Report:
         """
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / f"table.{suffix}" for suffix in ("md", "csv", "tex")]
-        tables = self.tables()
         parts, figures = [f"# {self.experiment.name}\n", f"{self.experiment.sentence}.\n"], []
         for name, plot in FIGURES[self.experiment.report].items():
             files = [folder / f"{name}.{suffix}" for suffix in ("png", "pdf")]
@@ -302,7 +303,7 @@ class Report:
         parts.append(self.body())
         replace(paths[0], "\n".join(parts).encode())
         replace(paths[1], csv_text(self.records()).encode())
-        replace(paths[2], "\n".join(table.latex() for table in tables).encode())
+        replace(paths[2], "\n".join(table.latex() for table in self.tables).encode())
         return paths + figures
 
 

@@ -1,4 +1,4 @@
-"""Training an experiment's missing runs here, and measuring those that are done, each in a process of its own.
+"""Tasks for an experiment's runs, such as to train them, several at a time, each in a process of its own.
 
 A run that is stopped, or dies, goes on from its last checkpoint when it is started again. torch is not loaded.
 """

@@ -3,6 +3,7 @@
 A number's name is MATRIX/QUANTITY, where a matrix is such as `blocks.3.attention.qkv.weight:0`. torch is not loaded.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -105,9 +106,7 @@ class Measured:
 def lines_of(report: "Report", probe: str) -> list[Measured]:
     """Of each setting of an experiment what a probe measured in its runs; settings without any are left out."""
     names = dict(report.columns())
-    rates = {(result.series.key, result.value): 0 for result in report.results}
-    for result in report.results:
-        rates[result.series.key, result.value] += 1
+    rates = Counter((result.series.key, result.value) for result in report.results)
     lines = []
     for result in report.results:
         runs = [found for each in result.runs if each.run and (found := measured(each.run, probe))]

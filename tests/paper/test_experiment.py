@@ -206,7 +206,7 @@ def test_the_papers_own_numbers_make_the_papers_tables(name, tmp_path):
         else:
             assert float(line["valid_perplexity"]) == value
     latex = paths[2].read_text()
-    assert latex.count(r"\toprule") == len(made.tables()) and "±" not in latex and "—" not in latex
+    assert latex.count(r"\toprule") == len(made.tables) and "±" not in latex and "—" not in latex
     for row in markdown.rows:
         assert " & ".join(map(tex, row)) + r" \\" in latex
 
@@ -265,7 +265,7 @@ def test_a_rate_at_which_a_seed_diverged_is_not_the_best(multiseed, tmp_path):
     fill(tmp_path / experiment.folder, cells, lambda cell: ends.get(cell.setting[::2], ["diverged"] * 3)[cell.seed])
     made = report(experiment, progress(experiment, cells, str(tmp_path)))
     assert made.best().rows == [["Muown", "1e-3", "14.50 ± 0.000", "1e-3 to 1e-3", "≥ 1"]]
-    assert made.differences().rows == [] and not any("Differences" in table.title for table in made.tables())
+    assert made.differences().rows == [] and not any("Differences" in table.title for table in made.tables)
 
 
 def test_differences_are_those_of_seeds(multiseed, tmp_path):
@@ -280,7 +280,7 @@ def test_differences_are_those_of_seeds(multiseed, tmp_path):
     made = report(experiment, progress(experiment, cells, str(tmp_path)))
     assert made.differences().title == "Differences from Muown at 4e-3, seed by seed"
     assert made.differences().rows == [["Muon, weight decay 0", "1e-3", "+0.600", "0.141", "2"]]
-    assert made.tables()[-1] == made.differences()
+    assert made.tables[-1] == made.differences()
 
 
 def test_further_axes_and_panels(tmp_path):

@@ -121,7 +121,7 @@ def test_spectra(tmp_path):
 
     made = filled("spectral_500m", tmp_path, numbers)
     assert [len(each.runs) for each in lines_of(made, "spectral")] == [1, 1, 1]
-    tables = made.tables()[1:]
+    tables = made.tables[1:]
     assert [table.rows[1] for table in tables] == [
         ["MLP out", "16 (x16.00)", "4 (x4.00)", "1 (x1.00)"],
         ["MLP out", "8 (x16.00)", "2 (x4.00)", "0.5 (x1.00)"],
@@ -170,7 +170,7 @@ def test_histograms_have_the_quantiles_area(tmp_path, monkeypatch):
 
 def test_effective_ranks(tmp_path):
     made = filled("effective_rank_124m", tmp_path, lambda key, step: {NAMES[1]: 0.2 * step, NAMES[2]: 0.1})
-    assert made.tables()[1].rows == [["MLP out", f"{np.mean([0.15, 0.25, 0.35]):.3f}"]]
+    assert made.tables[1].rows == [["MLP out", f"{np.mean([0.15, 0.25, 0.35]):.3f}"]]
     assert drawn(made, tmp_path / "report") == ["figure", "losses"]
 
 
@@ -180,7 +180,7 @@ def test_gradient_noise(tmp_path):
         return {f"{name}/{key}": value for name in NAMES for key, value in terms.items()} | {"median/muon": 5.0}
 
     made = filled("gradient_noise_124m", tmp_path, numbers)
-    assert made.tables()[1].rows[1] == ["2", "4 [4, 4]", "1 [1, 1]", "4 [4, 4]"]
+    assert made.tables[1].rows[1] == ["2", "4 [4, 4]", "1 [1, 1]", "4 [4, 4]"]
     assert drawn(made, tmp_path / "report") == ["figure", "losses"]
 
 
