@@ -9,6 +9,13 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, and so do processes that they start
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """The name of the argument for bytes, where pytest shows them: compressed ones hold the time, and the processes
+    that share the tests must give them the same names.
+    """
+    return argname if isinstance(val, bytes) else None
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     import torch  # after the line above
