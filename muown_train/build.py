@@ -319,7 +319,7 @@ def make_optimizer(resolved: dict[str, Any], model: nn.Module, trust: Sequence[s
     for optimizer, section, groups in ((for_matrices, "optim", matrices), (for_rest, "optim.rest", others)):
         for group in groups:
             sections = {section: optimizer.keywords}
-            if groups is others:
+            if group["role"] in of_role:
                 sections |= {f"optim.rest.{group['role']}": of_role[group["role"]]}
             sections |= {f"optim.patterns.{name}": settings for name, settings in group.get("patterns", {}).items()}
             try_out(optimizer, sections, group["params"][0][1].ndim)

@@ -20,7 +20,6 @@ from typing import Any
 from muown_train.pipes import script
 
 DEFAULTS = {"out": None, "tokens": None, "valid_tokens": 4_000_000, "shard_tokens": 100_000_000}
-FROM_RUN = ["seq_len", "seed", "valid_tokens", "cache", "vocab_size", "progress"]  # arguments of every data target
 
 
 def stop(number: int, frame: FrameType | None) -> None:
@@ -68,6 +67,7 @@ def main() -> None:
 
     from muown_train.__main__ import explained
     from muown_train.config import composed
+    from muown_train.data.sources import FROM_RUN
     from muown_train.factory import factory
 
     with explained():

@@ -15,7 +15,7 @@ from muown_train.config import given_in_name
 from muown_train.files import replace
 from muown_train.paper.experiment import Experiment, Reported, Series
 from muown_train.paper.experiment_figures import FIGURES
-from muown_train.paper.measured import measured
+from muown_train.paper.measured import Measured, lines_of
 from muown_train.paper.measured_tables import TABLES
 from muown_train.paper.progress import Found, summary
 from muown_train.paper.runs import ABSENT, RunRecord
@@ -136,6 +136,11 @@ class Report:
             for lr in rates
         ]
         return Table(self.quantity.title, ["learning rate", *(name for _, name in columns)], rows)
+
+    @cached_property
+    def measured(self) -> list[Measured]:
+        """What the probe that the experiment is about measured, of each setting."""
+        return lines_of(self)
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -272,8 +277,7 @@ class Report:
         if len({each.run.settings.get("data (content)") for each in found if each.run}) > 1:
             notes.append("The runs did not have the same data: their losses may be of different texts.")
         if self.experiment.report in TABLES:
-            runs = [each.run for each in found if each.run and each.state == "done"]
-            those = sum(bool(measured(run, self.experiment.report)) for run in runs)
+            those = sum(len(line.runs) for line in self.measured)
             notes.append(f"{self.experiment.report.replace('_', ' ').capitalize()} was measured in {those} of them.")
         if self.experiment.scale:
             notes.append(f"scale={self.experiment.scale}: nothing here can be compared with the paper's numbers.")

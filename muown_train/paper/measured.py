@@ -4,7 +4,7 @@ A number's name is MATRIX/QUANTITY, where a matrix is such as `blocks.3.attentio
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,6 +27,23 @@ _KINDS = {  # as a figure names matrices that all layers have
     "mlp.up": "MLP in",
     "mlp.out": "MLP out",
 }
+
+
+class Quantity(NamedTuple):
+    """One that is measured of every matrix."""
+
+    key: str
+    title: str
+    symbol: str = ""
+    of: Callable[[np.ndarray], np.ndarray] = np.asarray  # what is shown of it
+
+
+SPECTRAL = (  # the factors of Proposition 1
+    Quantity("spectral_norm", "spectral norm", r"$\|W\|_{S_\infty}$"),
+    Quantity("max_row_norm", "largest row norm", r"$\|g\|_\infty$"),
+    Quantity("coherence", "root of the coherence", r"$\sqrt{\lambda_{\max}(PCP)}$", np.sqrt),
+)
+RANK = Quantity("", "normalised effective rank")
 
 
 class Place(NamedTuple):
@@ -103,13 +120,13 @@ class Measured:
         return np.array(parts), np.array([found[part] for part in parts])
 
 
-def lines_of(report: "Report", probe: str) -> list[Measured]:
-    """Of each setting of an experiment what a probe measured in its runs; settings without any are left out."""
+def lines_of(report: "Report") -> list[Measured]:
+    """Of each setting what the probe of an experiment measured in its runs; settings without any are left out."""
     names = dict(report.columns())
     rates = Counter((result.series.key, result.value) for result in report.results)
     lines = []
     for result in report.results:
-        runs = [found for each in result.runs if each.run and (found := measured(each.run, probe))]
+        runs = [found for each in result.runs if each.run and (found := measured(each.run, report.experiment.report))]
         if runs:
             key = result.series.key, result.value
             lines.append(Measured(names[key] + (f", lr {rate(result.lr)}" if rates[key] > 1 else ""), runs))

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from muown_train.paper import style
-from muown_train.paper.measured import Measured, Spread, all_layers, lines_of
+from muown_train.paper.measured import RANK, SPECTRAL, Measured, Quantity, Spread, all_layers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,44 +22,26 @@ _DEPTH = 16 / 22  # and that whose singular values it shows
 _BINS = 30
 
 
-class Quantity(NamedTuple):
-    """One that is measured of every matrix."""
-
-    key: str
-    label: str
-    of: Callable[[np.ndarray], np.ndarray] = np.asarray
-
-
-SPECTRAL = (
-    Quantity("spectral_norm", "spectral norm\n" r"$\|W\|_{S_\infty}$"),
-    Quantity("max_row_norm", "largest row norm\n" r"$\|g\|_\infty$"),
-    Quantity("coherence", "coherence\n" r"$\sqrt{\lambda_{\max}(PCP)}$", np.sqrt),
-)
-RANK = Quantity("", "normalised\neffective rank")
-
-
 def plot_spectral(report: "Report", paths: Sequence[Path]) -> bool:
     """The factors of Proposition 1 of each kind of matrix against the update: median and span of all layers."""
-    rows = [(quantity, None, quantity.label) for quantity in SPECTRAL]
-    return _grid(lines_of(report, "spectral"), rows, paths, "log")
+    rows = [(quantity, None, f"{quantity.title}\n{quantity.symbol}") for quantity in SPECTRAL]
+    return _grid(report.measured, rows, paths, "log")
 
 
 def plot_blocks(quantity: Quantity, report: "Report", paths: Sequence[Path]) -> bool:
     """One of the factors in some blocks, one by one."""
-    lines = lines_of(report, "spectral")
-    label = quantity.label.partition("\n")[2]
-    rows = [(quantity, layer, f"block {layer + 1}\n{label}") for layer in shown_blocks(lines)]
-    return _grid(lines, rows, paths, "log")
+    rows = [(quantity, layer, f"block {layer + 1}\n{quantity.symbol}") for layer in shown_blocks(report.measured)]
+    return _grid(report.measured, rows, paths, "log")
 
 
 def plot_effective_rank(report: "Report", paths: Sequence[Path]) -> bool:
     """The normalised effective rank of minibatch gradients: median and span of all layers."""
-    return _grid(lines_of(report, "effective_rank"), [(RANK, None, RANK.label)], paths, "linear")
+    return _grid(report.measured, [(RANK, None, RANK.title.replace(" ", "\n", 1))], paths, "linear")
 
 
 def plot_singular_values(report: "Report", paths: Sequence[Path]) -> bool:
     """Histograms and distributions of the singular values of a late block after the last update measured."""
-    lines = lines_of(report, "spectral")
+    lines = report.measured
     layers = all_layers(lines)
     if not layers:
         return False
@@ -95,7 +77,7 @@ def plot_singular_values(report: "Report", paths: Sequence[Path]) -> bool:
 
 def plot_noise(report: "Report", paths: Sequence[Path]) -> bool:
     """The noise terms of Muon and Muown at checkpoints, and their ratio: medians and quartiles over matrices."""
-    lines = lines_of(report, "gradient_noise")
+    lines = report.measured
     terms = [(line, key, line.spread(key)) for line in lines for key in ("muon", "muown")]
     terms = [(line, key, spread) for line, key, spread in terms if len(spread.steps)]
     if not terms:

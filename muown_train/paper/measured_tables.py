@@ -2,53 +2,45 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from muown_train.paper.measured import Measured, Spread, lines_of
+from muown_train.paper.measured import RANK, SPECTRAL, Measured, Quantity, Spread
 from muown_train.paper.runs import ABSENT
 from muown_train.paper.tables import Table
 
 if TYPE_CHECKING:
     from muown_train.paper.experiment_report import Report
 
-_SPECTRAL = (
-    ("spectral_norm", "Spectral norm", np.asarray),
-    ("max_row_norm", "Largest row norm", np.asarray),
-    ("coherence", "Coherence, sqrt(lambda_max(P C P))", np.sqrt),
-)
-
 
 def spectral_tables(report: "Report") -> list[Table]:
     """Of each kind of matrix what the factors of Proposition 1 have come to, and how much they grew."""
-    lines = lines_of(report, "spectral")
 
-    def cell(quantity: str, of: Callable[[Any], np.ndarray], line: Measured, kind: str) -> str:
-        values = of(line.spread(quantity, kind).median)
+    def cell(quantity: Quantity, line: Measured, kind: str) -> str:
+        values = quantity.of(line.spread(quantity.key, kind).median)
         if not len(values):
             return ABSENT
         return f"{values[-1]:.3g}" + (f" (x{values[-1] / values[0]:.2f})" if values[0] else "")
 
     return [
         _by_kind(
-            f"{title}: median over layers at the end, and its growth",
-            lines,
-            partial(cell, quantity, of),
+            f"{quantity.title.capitalize()}: median over layers at the end, and its growth",
+            report.measured,
+            partial(cell, quantity),
         )
-        for quantity, title, of in _SPECTRAL
+        for quantity in SPECTRAL
     ]
 
 
 def rank_tables(report: "Report") -> list[Table]:
     """Of each kind of matrix the effective rank of its gradients, averaged over training."""
-    lines = lines_of(report, "effective_rank")
 
     def cell(line: Measured, kind: str) -> str:
-        values = line.spread("", kind).median
+        values = line.spread(RANK.key, kind).median
         return f"{values.mean():.3f}" if len(values) else ABSENT
 
-    return [_by_kind("Normalised effective rank: median over layers, mean over training", lines, cell)]
+    return [_by_kind(f"{RANK.title.capitalize()}: median over layers, mean over training", report.measured, cell)]
 
 
 def noise_tables(report: "Report") -> list[Table]:
@@ -56,7 +48,7 @@ def noise_tables(report: "Report") -> list[Table]:
     names = {"muon": "Muon's term", "muown": "Muown's term", "muon/muown": "Muon's / Muown's"}
     found = {
         f"{names[key]} along {line.label}": spread
-        for line in lines_of(report, "gradient_noise")
+        for line in report.measured
         for key in names
         if len((spread := line.spread(key)).steps)
     }
