@@ -115,8 +115,10 @@ def measured(
 ) -> dict[str, float]:
     from muown_train.analysis import probes
     from muown_train.analysis.gradient_noise import Noise
-    from muown_train.analysis.saved import identity, subject_of
+    from muown_train.analysis.saved import check_optimizer, identity, subject_of
 
+    if kind in ("effective_rank", "gradient_noise"):
+        check_optimizer(saved.opened)
     subject = subject_of(saved, here)
     if kind == "gradient_noise":
         scratch = folder / f"{kind}-{saved.step:08d}"

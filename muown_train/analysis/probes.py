@@ -35,6 +35,9 @@ class Probes:
 class Spectral:
     """Of every matrix and row block ||W||_S_inf, max_i ||W_i|| and lambda_max(P C P): paper, Proposition 1.
 
+    Of those that Muown reparameterizes also `negative`: the share of its magnitudes g that are below 0, where Adam's
+    steps have turned a row around.
+
     Args:
         iterations: of power iteration, which then also gives the `error` of the spectral norm; None: exact.
         quantiles: so many of the singular values, evenly spaced from the smallest (0) to the largest (1).
@@ -51,7 +54,8 @@ class Spectral:
             raise ValueError(f"spectral: quantiles={quantiles} must be 0, or 2 or more without iterations")
 
     def __call__(self) -> Numbers:
-        found = self.subject.shared(self._of)
+        magnitudes = self.subject.magnitudes()
+        found = self.subject.shared(lambda matrix: self._of(matrix) | negative(matrix, magnitudes))
         return {f"{name}/{key}": value for name, numbers in found.items() for key, value in numbers.items()}
 
     @torch.no_grad()
@@ -71,6 +75,12 @@ class Spectral:
                     for q, value in zip(at.tolist(), torch.quantile(values, at).tolist(), strict=True)
                 }
         return {key: float(value) for key, value in parts._asdict().items()} | numbers
+
+
+def negative(matrix: Matrix, magnitudes: Mapping[str, Magnitudes]) -> Numbers:
+    """The share of a matrix's magnitudes that are below 0, if it has any."""
+    found = magnitudes.get(matrix.of_parameter)
+    return {} if found is None else {"negative": float((matrix.of(found.g) < 0).double().mean())}
 
 
 class EffectiveRank:

@@ -51,17 +51,21 @@ def subject_of(saved: SavedRun, world: World) -> Subject:
 
 
 def magnitudes_in(checkpoint: OpenCheckpoint) -> dict[str, Magnitudes]:
-    """What Muown had of each parameter.
+    """What Muown had of each parameter; nothing where the checkpoint holds weights alone: see `check_optimizer`."""
+    state = checkpoint.optimizer_state(("magnitude", "row_norm"))
+    return {name: Magnitudes(own["magnitude"], own["row_norm"]) for name, own in state.items() if "magnitude" in own}
+
+
+def check_optimizer(checkpoint: OpenCheckpoint) -> None:
+    """For what depends on the optimizer.
 
     Raises:
-        ValueError: the checkpoint holds weights alone, so that nothing is known of its optimizer.
+        ValueError: the checkpoint holds weights alone.
     """
-    state = checkpoint.optimizer_state(("magnitude", "row_norm"))
-    if not state:
+    if not checkpoint.optimizer_state(()):
         raise ValueError(
             f"{checkpoint.folder} holds weights alone, and nothing of the optimizer whose gradients are asked for"
         )
-    return {name: Magnitudes(own["magnitude"], own["row_norm"]) for name, own in state.items() if "magnitude" in own}
 
 
 def chosen(run: Path, steps: Sequence[int] | None, every: bool) -> list[SavedRun]:

@@ -43,6 +43,7 @@ SPECTRAL = (  # the factors of Proposition 1
     Quantity("max_row_norm", "largest row norm", r"$\|g\|_\infty$"),
     Quantity("coherence", "root of the coherence", r"$\sqrt{\lambda_{\max}(PCP)}$", np.sqrt),
 )
+NEGATIVE = Quantity("negative", "share of negative magnitudes")  # Muown's alone
 RANK = Quantity("", "normalised effective rank")
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from muown_train.paper.measured import RANK, SPECTRAL, Measured, Quantity, Spread
+from muown_train.paper.measured import NEGATIVE, RANK, SPECTRAL, Measured, Quantity, Spread
 from muown_train.paper.runs import ABSENT
 from muown_train.paper.tables import Table
 
@@ -23,7 +23,14 @@ def spectral_tables(report: "Report") -> list[Table]:
             return ABSENT
         return f"{values[-1]:.3g}" + (f" (x{values[-1] / values[0]:.2f})" if values[0] else "")
 
-    return [
+    def turned(line: Measured, kind: str) -> str:
+        found = line.spread(NEGATIVE.key, kind)
+        if not len(found.steps):
+            return ABSENT
+        return f"{found.median[-1]:.1%} [{found.quantiles[0, -1]:.1%}, {found.quantiles[-1, -1]:.1%}]"
+
+    muown = [line for line in report.measured if NEGATIVE.key in line.by_quantity]
+    tables = [
         _by_kind(
             f"{quantity.title.capitalize()}: median over layers at the end, and its growth",
             report.measured,
@@ -31,6 +38,9 @@ def spectral_tables(report: "Report") -> list[Table]:
         )
         for quantity in SPECTRAL
     ]
+    if muown:
+        tables.append(_by_kind(f"{NEGATIVE.title.capitalize()}: median over layers at the end [span]", muown, turned))
+    return tables
 
 
 def rank_tables(report: "Report") -> list[Table]:

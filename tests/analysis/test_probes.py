@@ -231,6 +231,27 @@ def test_probes_are_no_part_of_a_run_s_name():
     assert "probes" not in json.dumps(sorted(composed([]).keys()))
 
 
+@pytest.mark.parametrize("iterations", [None, 2])
+def test_the_share_of_negative_magnitudes(corpus, tmp_path, iterations):
+    run = built(corpus, tmp_path, "probes=spectral", f"probes.spectral.iterations={iterations or 'null'}")
+    run.resume()
+    name = "blocks.1.attention.qkv.weight"
+    p = dict(run.model.named_parameters())[name]
+    optimizer = next(each for each in run.trainer.optimizer.optimizers if p in each.state)
+    optimizer.state[p]["magnitude"][: 32 + 8] *= -1  # all of q, a quarter of k
+    numbers = run.trainer.probe()
+    run.close()
+    assert [numbers[f"spectral/{name}:{block}/negative"] for block in range(3)] == [1, 0.25, 0]
+    assert numbers["spectral/blocks.0.mlp.out.weight/negative"] == 0
+
+
+def test_only_what_is_reparameterized_has_magnitudes(corpus, tmp_path):
+    run = built(corpus, tmp_path, "probes=spectral", "optim=muon")
+    numbers = run.trainer.probe()
+    run.close()
+    assert numbers and not any(key.endswith("/negative") for key in numbers)
+
+
 def test_magnitudes_of_a_fused_parameter_divide_with_its_rows(corpus, tmp_path):
     run = built(corpus, tmp_path, *SOME)
     subject = run.trainer.probe.probes["spectral"].subject

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from muown_train.paper import style
 from muown_train.paper.experiment import load_experiment
 from muown_train.paper.experiment_report import report
-from muown_train.paper.measured import Measured, Place, lines_of, measured, place_of
+from muown_train.paper.measured import Measured, Place, measured, place_of
 from muown_train.paper.measured_figures import plot_effective_rank, plot_singular_values, shown_blocks
 from muown_train.paper.progress import progress
-from muown_train.paper.runs import read_run
+from muown_train.paper.runs import ABSENT, read_run
 from tests.paper.folders import line, settings, write
 from tests.runs import slow_but
 
@@ -117,20 +117,22 @@ def test_spectra(tmp_path):
         norm = growth.get(key, 0) ** (step - 1)
         quantiles = {f"{name}/singular_value/{q:g}": q * norm for name in NAMES for q in (0, 0.5, 1)}
         factors = {"spectral_norm": norm, "max_row_norm": norm / 2, "coherence": 4.0}
-        return {f"{name}/{key}": value for name in NAMES for key, value in factors.items()} | quantiles
+        turned = {f"{NAMES[1]}/negative": 0.25, f"{NAMES[2]}/negative": 0.5} if key == "muown_wd0" else {}
+        return {f"{name}/{key}": value for name in NAMES for key, value in factors.items()} | quantiles | turned
 
     made = filled("spectral_500m", tmp_path, numbers)
-    assert [len(each.runs) for each in lines_of(made, "spectral")] == [1, 1, 1]
+    assert [len(each.runs) for each in made.measured] == [1, 1, 1]
     tables = made.tables[1:]
-    assert [table.rows[1] for table in tables] == [
+    assert [table.rows[1] for table in tables[:3]] == [
         ["MLP out", "16 (x16.00)", "4 (x4.00)", "1 (x1.00)"],
         ["MLP out", "8 (x16.00)", "2 (x4.00)", "0.5 (x1.00)"],
         ["MLP out", "2 (x1.00)", "2 (x1.00)", "2 (x1.00)"],
     ]
+    assert tables[3].rows == [["query", ABSENT], ["MLP out", "37.5% [25.0%, 50.0%]"]]
     blocks = [f"blocks_{name}" for name in ("spectral_norm", "max_row_norm", "coherence")]
     assert drawn(made, tmp_path / "report") == ["figure", *blocks, "singular_values", "losses"]
     assert "Spectral was measured in 3 of them." in made.notes()
-    parts, values = lines_of(made, "spectral")[0].singular_values("MLP out", 1)
+    parts, values = made.measured[0].singular_values("MLP out", 1)
     assert (parts.tolist(), values.tolist()) == ([0, 0.5, 1], [0, 8, 16])
 
 
