@@ -56,10 +56,8 @@ _NAME = "A-Za-z0-9._=+,-"  # what a run's name may consist of
 def register_resolvers() -> None:
     """What the configuration files compute: `${not:…}` and `${ns_dtype:…}`."""
     OmegaConf.register_new_resolver("not", lambda value: not value, replace=True)
-    # precision=float32 means the orthogonalisation too; otherwise the optimizer decides by device
-    OmegaConf.register_new_resolver(
-        "ns_dtype", lambda precision: "float32" if precision == "float32" else None, replace=True
-    )
+    # a precision means the orthogonalisation too; with auto the optimizer decides by device
+    OmegaConf.register_new_resolver("ns_dtype", lambda name: None if name == "auto" else name, replace=True)
 
 
 def composed(overrides: list[str]) -> DictConfig:

@@ -107,7 +107,13 @@ def test_default_dtype(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "found, fast", [({"amx_bf16": True}, True), ({"avx512_bf16": True}, True), ({"avx512_f": True}, False)]
+    "found, fast",
+    [
+        ({"amx_bf16": True, "avx512_bf16": True, "avx512_fp16": True}, True),
+        ({"avx512_bf16": True}, True),
+        ({"avx512_bf16": True, "avx512_fp16": True, "amx_bf16": False}, False),
+        ({"avx512_f": True}, False),
+    ],
 )
 def test_fast_bfloat16_follows_the_cpu(monkeypatch, found, fast):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
