@@ -312,7 +312,7 @@ def plain_text(overrides: Iterable[str]) -> list[str]:
     quoted = []
     for override in overrides:
         key, _, value = override.partition("=")
-        if re.fullmatch(r"[\w./+=@%~ *?-]+", value):
+        if re.fullmatch(r"[\w./+=@%~ *?,()-]+", value):
             try:
                 OverridesParser.create().parse_override(override)
             except HydraException:

@@ -80,7 +80,7 @@ def analyze(arguments: argparse.Namespace, here: "World") -> None:
         if line is None:
             if here.is_main:
                 folder.mkdir(parents=True, exist_ok=True)
-            line = {**about, **measured(arguments.kind, saved, settings, folder, here)}
+            line = {**about, **measured(arguments, saved, settings, folder, here)}
             here.on_main(lambda results=results, line=line: results.add(line))
         if here.is_main:
             title = f"{saved.folder}, after update {saved.step:,}"
@@ -90,7 +90,7 @@ def analyze(arguments: argparse.Namespace, here: "World") -> None:
 
 def settings_of(arguments: argparse.Namespace, saved: "SavedRun") -> dict[str, Any]:
     """What a result depends on besides the checkpoint."""
-    names = [name.replace("-", "_") for name, _, _ in OPTIONS[arguments.kind]]
+    names = [name for name, _, _ in OPTIONS[arguments.kind] if name != "save-every"]
     settings = {name: getattr(arguments, name) for name in names}
     if "tokens" in settings:
         settings["tokens"] = settings["tokens"] or saved.top.batch_tokens
@@ -111,18 +111,19 @@ def updates_of(saved: "SavedRun") -> int:
 
 
 def measured(
-    kind: str, saved: "SavedRun", settings: Mapping[str, Any], folder: Path, here: "World"
+    arguments: argparse.Namespace, saved: "SavedRun", settings: Mapping[str, Any], folder: Path, here: "World"
 ) -> dict[str, float]:
     from muown_train.analysis import probes
     from muown_train.analysis.gradient_noise import Noise
     from muown_train.analysis.saved import check_optimizer, identity, subject_of
 
+    kind = arguments.kind
     if kind in ("effective_rank", "gradient_noise"):
         check_optimizer(saved.opened)
     subject = subject_of(saved, here)
     if kind == "gradient_noise":
         scratch = folder / f"{kind}-{saved.step:08d}"
-        noise = Noise(subject, settings["batches"], scratch, identity(saved), settings["save_every"])
+        noise = Noise(subject, settings["batches"], scratch, identity(saved), arguments.save_every)
         return noise.measure(progress(saved.step))
     classes: dict[str, Callable[..., Callable[[], dict[str, float]]]] = {
         "spectral": probes.Spectral,

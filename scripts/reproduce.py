@@ -137,7 +137,10 @@ def run(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) -> 
     if status == STOPPED or not experiment.measure:
         return status
     found = progress(experiment, [each.cell for each in found], own["out"], ARCHIVE)
-    done = [each for each in found if each.state == "done" and (each.folder / "checkpoints").exists()]
+    ended = [each for each in found if each.state == "done"]
+    done = [each for each in ended if (each.folder / "checkpoints").exists()]
+    if bare := [each for each in ended if each not in done and not (each.folder / "analysis").exists()]:
+        print(f"not measured, since no checkpoints are kept: {', '.join(str(each.folder) for each in bare)}")
     tasks = []
     for kind, *rest in map(shlex.split, experiment.measure):
         for each in done:  # what has been measured is not measured again

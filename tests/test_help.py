@@ -139,6 +139,8 @@ def test_text_needs_no_quotes_where_nothing_else_could_be_meant():
     kept = ["optim.lr=1e-3", "data.train=[a,b]", "optim.lr=[", "seed", "name='a b'", "optim.rest.vector={lr: 1}"]
     assert plain_text(kept) == kept
     assert plain_text(["checkpoint=runs/a-seed=0"]) == ["checkpoint='runs/a-seed=0'"]
+    for text in ("muown-optim.betas=_0.9,0.95_-lr=0.004-seed=0", "runs (1)"):
+        assert composed(plain_text([f"name={text}"])).name == text
     assert composed(["name=a-b=1-seed=0", "out=été"]).name == "a-b=1-seed=0"
     assert composed(["out=été/runs"]).out == "été/runs"
 

@@ -50,7 +50,8 @@ def archive_experiment(experiment: Experiment, found: Sequence[Found], archive: 
     ended = [each for each in found if each.state in ("done", "diverged")]
     # one that measures itself is no copy of one that does not
     telling = dataclasses.replace(experiment, same=(*experiment.same, *_MEASURED))
-    there = [each.folder if each.run else None for each in progress(telling, [e.cell for e in ended], str(archive))]
+    cells = [dataclasses.replace(e.cell, config={**e.cell.config, **_measuring(e)}) for e in ended]
+    there = [each.folder if each.run else None for each in progress(telling, cells, str(archive))]
     places = []
     for each, place in zip(ended, there, strict=True):
         flat = archive / each.folder.name
@@ -59,6 +60,11 @@ def archive_experiment(experiment: Experiment, found: Sequence[Found], archive: 
         refuse_other(each.folder, places[-1])
     for each, place in zip(ended, places, strict=True):
         yield each, archive_run(each.folder, place)
+
+
+def _measuring(found: Found) -> dict[str, Any]:
+    """What a run measures, which need not be what was asked for."""
+    return {key: found.run.config.get(key) for key in _MEASURED} if found.run else {}
 
 
 def archive_run(run: Path, destination: Path) -> str:

@@ -122,7 +122,7 @@ class Comparison:
                 "reason": run.status.get("reason", ""),
                 "updates": run.step,
                 "updates_planned": run.steps,
-                "tokens": run.last("tokens"),
+                "tokens_trained": run.last("tokens"),
                 "training_seconds": run.last("time"),
                 "valid_loss": run.last("valid/loss"),
                 "valid_perplexity": run.last("valid/perplexity"),

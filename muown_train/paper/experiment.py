@@ -6,7 +6,7 @@ node says which runs there are and what the paper reports of them:
     seeds       of every setting
     lr          grid of optim.lr; a series may have its own
     series      KEY: {label, set: [overrides], panel (of the figure), lr}
-    over        {setting: values}, a further axis of the grid; no group of options
+    over        {setting: numbers}, a further axis of the grid; no group of options
     report      which figures `experiment_report` draws
     quantity    of its tables: perplexity (default), loss or step_time
     measure     what scripts/analyze.py measures of the runs that are done: words, the run's folder left out
@@ -232,6 +232,8 @@ def _read(name: str, sentence: str, node: dict[str, Any]) -> Experiment:
     if len(over) > 1:
         raise ValueError(f"over has {len(over)} settings, {', '.join(over)}: it may have one")
     axis, values = next(iter(over.items()), (None, [None]))
+    if axis and not all(is_number(value) for value in values):
+        raise ValueError(f"over.{axis}={values!r} must be numbers: make a series of each for anything else")
     gpus = node.get("gpus")
     return Experiment(
         name,

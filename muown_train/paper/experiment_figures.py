@@ -135,6 +135,7 @@ def _rate_axis(axes: "Axes", rates: Sequence[float]) -> None:
             ticks = [tick for k in decades for n in between if grid[0] <= (tick := float(f"{n}e{k}")) <= grid[-1]]
             if len(ticks) <= _TICKS:
                 break
+        ticks = ticks or grid[:_TICKS]
         labels = [rate(tick) for tick in ticks]
     axes.set_xlim(grid[0] / 1.2, grid[-1] * 1.2)
     axes.xaxis.set_major_locator(FixedLocator(ticks))

@@ -69,7 +69,8 @@ class Result:
     @property
     def score(self) -> float:
         """By which the best is chosen: the mean; infinite where a seed diverged, so that no survivor alone is best."""
-        return math.inf if self.mean is None or self.count("diverged") else self.mean
+        known = self.mean is not None and math.isfinite(self.mean) and not self.count("diverged")
+        return self.mean if known and self.mean is not None else math.inf
 
     def count(self, state: str) -> int:
         """How many runs are in that state."""
@@ -157,26 +158,30 @@ class Report:
         return tables
 
     def tried(self) -> Iterator[tuple[str, list[Result], int]]:
-        """Of each setting with runs that are done: its name, results by learning rate, and the place of the best."""
+        """Of each setting with runs that are done: its name, the grid's results, and the place of the best."""
         for key, name in self.columns():
-            there = [each for each in self.results if (each.series.key, each.value) == key]
-            there = [each for each in sorted(there, key=lambda each: each.lr) if each.values or each.diverged]
-            at = min(range(len(there)), key=lambda i: there[i].score, default=0)
-            if there and math.isfinite(there[at].score):
-                yield name, there, at
+            grid = [each for each in self.results if (each.series.key, each.value) == key]
+            grid.sort(key=lambda each: each.lr)
+            at = min(range(len(grid)), key=lambda i: grid[i].score)
+            if math.isfinite(grid[at].score):
+                yield name, grid, at
 
     def best(self) -> Table:
         """A line for each setting with runs: its best learning rate, and those beside it that are nearly as good."""
         rows = []
-        for name, there, at in self.tried():
-            best = there[at].score
+        for name, grid, at in self.tried():
+            best = grid[at].score
             limit = best + math.log(NEAR) if self.experiment.quantity == "loss" else best * NEAR
-            first = next((i + 1 for i in range(at - 1, -1, -1) if not there[i].score <= limit), 0)
-            last = next((i - 1 for i in range(at + 1, len(there)) if not there[i].score <= limit), len(there) - 1)
-            near = f"{rate(there[first].lr)} to {rate(there[last].lr)}"
-            at_least = "≥ " * (first == 0 or last == len(there) - 1)  # the grid ends there
-            factor = f"{at_least}{there[last].lr / there[first].lr:.3g}"
-            rows.append([name, rate(there[at].lr), self.cell(there[at]), near, factor])
+            first = last = at
+            while first > 0 and grid[first - 1].score <= limit:
+                first -= 1
+            while last < len(grid) - 1 and grid[last + 1].score <= limit:
+                last += 1
+            beyond = [grid[i] if 0 <= i < len(grid) else None for i in (first - 1, last + 1)]
+            known = all(each and (each.values or each.diverged) for each in beyond)
+            near = f"{rate(grid[first].lr)} to {rate(grid[last].lr)}"
+            factor = f"{'' if known else '≥ '}{grid[last].lr / grid[first].lr:.3g}"
+            rows.append([name, rate(grid[at].lr), self.cell(grid[at]), near, factor])
         head = ["setting", "best learning rate", self.experiment.quantity, "nearly as good", "a factor of"]
         return Table(f"Best learning rates, and those beside them within {NEAR - 1:.0%} of the perplexity", head, rows)
 
@@ -185,7 +190,7 @@ class Report:
 
         Without lines where no setting has several seeds, or no other has those of the first.
         """
-        tried = [(name, there[at]) for name, there, at in self.tried()]
+        tried = [(name, grid[at]) for name, grid, at in self.tried()]
         head = ["setting", "best learning rate", "difference", "deviation", "seeds"]
         if self.experiment.over or not any(len(each.values) > 1 for _, each in tried):
             return Table("Differences", head, [])
@@ -267,14 +272,16 @@ class Report:
     def notes(self) -> list[str]:
         """What a reader must know of the numbers."""
         found = [each for result in self.results for each in result.runs]
+        there = [each.run for each in found if each.run]
         notes = [
             f"{summary(found)}.",
             "Means over seeds of runs that are done, with the sample's standard deviation (n - 1).",
         ]
-        devices = sorted({each.run.device for each in found if each.run and each.run.device})
+        devices = sorted({run.device for run in there if run.device})
         if devices:
             notes.append(f"Trained on {', '.join(devices)}.")
-        if len({each.run.settings.get("data (content)") for each in found if each.run}) > 1:
+        facts = {(key, value) for run in there for key, value in run.settings.items() if key.startswith("data (")}
+        if len(facts) > len(dict(facts)):
             notes.append("The runs did not have the same data: their losses may be of different texts.")
         if self.experiment.report in TABLES:
             those = sum(len(line.runs) for line in self.measured)

@@ -108,18 +108,20 @@ class Launcher:
         self.running: list[_Job] = []
         self.failed: list[tuple[str, str]]
         self.stopping: str | None = None
+        self.killed = False
 
     def run(self, tasks: Sequence[Task]) -> int:
         """Do them, one after the other or side by side; one that fails does not hold the others up.
 
         Returns:
-            0; 1 if one failed; 130 if it was interrupted, by Ctrl-C or SIGTERM, after all have saved.
+            0; 1 if one failed; 130 if it was interrupted, by Ctrl-C, SIGTERM or SIGHUP, after all have saved.
         """
         self.failed = []
         self.logs.mkdir(parents=True, exist_ok=True)
         self.say(f"what they print: {self.logs}")
         waiting = list(tasks)
-        before = {number: signal.signal(number, self._stop) for number in _SIGNALS}
+        heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        before = {number: signal.signal(number, self._stop) for number in heeded}
         told = time.monotonic()
         try:
             while self.running or (waiting and not self.stopping):
@@ -142,7 +144,8 @@ class Launcher:
         for name, reason in self.failed:
             self.say(f"failed: {name}: {reason}")
         if self.stopping:
-            self.say(f"{self.stopping}: all runs have saved; the same command goes on")
+            saved = "runs were killed, and go on from what they had saved" if self.killed else "all runs have saved"
+            self.say(f"{self.stopping}: {saved}; the same command goes on")
             return STOPPED
         return 1 if self.failed else 0
 
@@ -164,6 +167,8 @@ class Launcher:
                 start_new_session=True,
             )
         self.running.append(_Job(task, slot, process, time.monotonic()))
+        if self.stopping:  # while it was being started
+            process.terminate()
 
     def _threads(self) -> int:
         """The cores divided among all processes, unless the caller has said how many threads each may have."""
@@ -187,11 +192,13 @@ class Launcher:
         self.say(f"{name}  failed  {reason}; {left}")
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """Ask all runs to stop and save; at the second time at once."""
-        again, self.stopping = self.stopping is not None, signal.Signals(number).name
+        """Ask all runs to stop and save; at a second Ctrl-C at once."""
+        self.killed |= self.stopping is not None and number == signal.SIGINT
+        self.stopping = signal.Signals(number).name
         for job in self.running:
-            job.process.send_signal(signal.SIGKILL if again else signal.SIGTERM)
-        os.write(2, f"{self.stopping}: {'ending' if again else 'stopping after this update and saving'}\n".encode())
+            job.process.send_signal(signal.SIGKILL if self.killed else signal.SIGTERM)
+        doing = "ending" if self.killed else "stopping after this update and saving"
+        os.write(2, f"{self.stopping}: {doing}\n".encode())
 
 
 def _visible(gpus: int) -> list[str]:

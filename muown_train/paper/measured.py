@@ -29,8 +29,8 @@ _KINDS = {  # as a figure names matrices that all layers have
 }
 
 
-class Quantity(NamedTuple):
-    """One that is measured of every matrix."""
+class OfMatrix(NamedTuple):
+    """A number that is measured of every matrix."""
 
     key: str
     title: str
@@ -39,12 +39,12 @@ class Quantity(NamedTuple):
 
 
 SPECTRAL = (  # the factors of Proposition 1
-    Quantity("spectral_norm", "spectral norm", r"$\|W\|_{S_\infty}$"),
-    Quantity("max_row_norm", "largest row norm", r"$\|g\|_\infty$"),
-    Quantity("coherence", "root of the coherence", r"$\sqrt{\lambda_{\max}(PCP)}$", np.sqrt),
+    OfMatrix("spectral_norm", "spectral norm", r"$\|W\|_{S_\infty}$"),
+    OfMatrix("max_row_norm", "largest row norm", r"$\|g\|_\infty$"),
+    OfMatrix("coherence", "root of the coherence", r"$\sqrt{\lambda_{\max}(PCP)}$", np.sqrt),
 )
-NEGATIVE = Quantity("negative", "share of negative magnitudes")  # Muown's alone
-RANK = Quantity("", "normalised effective rank")
+NEGATIVE = OfMatrix("negative", "share of negative magnitudes")  # Muown's alone
+RANK = OfMatrix("", "normalised effective rank")
 
 
 class Place(NamedTuple):
@@ -93,12 +93,13 @@ class Measured:
         layers = {place.layer for found in self.by_quantity.values() for place, _ in found}
         return sorted(layer for layer in layers if layer is not None)
 
-    def spread(self, quantity: str, kind: str | None = None, layer: int | None = None) -> Spread:
+    def spread(self, quantity: str | OfMatrix, kind: str | None = None, layer: int | None = None) -> Spread:
         """Of matrices of a kind, or of all; of a layer, or of all; of all runs. Numbers that are none do not count."""
+        key, _, _, of = OfMatrix(quantity, "") if isinstance(quantity, str) else quantity
         by_step: dict[float, list[float]] = {}
-        for place, (steps, values) in self.by_quantity.get(quantity, []):
+        for place, (steps, values) in self.by_quantity.get(key, []):
             if kind in (None, place.kind) and layer in (None, place.layer):
-                for step, value in zip(steps.tolist(), values.tolist(), strict=True):
+                for step, value in zip(steps.tolist(), of(values).tolist(), strict=True):
                     if np.isfinite(value):
                         by_step.setdefault(step, []).append(value)
         steps = np.array(sorted(by_step))
@@ -122,12 +123,13 @@ class Measured:
 
 
 def lines_of(report: "Report") -> list[Measured]:
-    """Of each setting what the probe of an experiment measured in its runs; settings without any are left out."""
+    """Of each setting what the probe of an experiment measured in its runs that are done; others are left out."""
     names = dict(report.columns())
     rates = Counter((result.series.key, result.value) for result in report.results)
     lines = []
     for result in report.results:
-        runs = [found for each in result.runs if each.run and (found := measured(each.run, report.experiment.report))]
+        done = [each.run for each in result.runs if each.run and each.state == "done"]
+        runs = [found for run in done if (found := measured(run, report.experiment.report))]
         if runs:
             key = result.series.key, result.value
             lines.append(Measured(names[key] + (f", lr {rate(result.lr)}" if rates[key] > 1 else ""), runs))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from muown_train.paper import style
-from muown_train.paper.measured import RANK, SPECTRAL, Measured, Quantity, Spread, all_layers
+from muown_train.paper.measured import RANK, SPECTRAL, Measured, OfMatrix, Spread, all_layers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +28,7 @@ def plot_spectral(report: "Report", paths: Sequence[Path]) -> bool:
     return _grid(report.measured, rows, paths, "log")
 
 
-def plot_blocks(quantity: Quantity, report: "Report", paths: Sequence[Path]) -> bool:
+def plot_blocks(quantity: OfMatrix, report: "Report", paths: Sequence[Path]) -> bool:
     """One of the factors in some blocks, one by one."""
     rows = [(quantity, layer, f"block {layer + 1}\n{quantity.symbol}") for layer in shown_blocks(report.measured)]
     return _grid(report.measured, rows, paths, "log")
@@ -109,7 +109,8 @@ def plot_step_times(report: "Report", paths: Sequence[Path]) -> bool:
     """Median and quartiles of the time of an update; the paper's median as an open square."""
     columns, found = dict(report.columns()), []
     for result in report.results:
-        times = [run.step_times for each in result.runs if (run := each.run) and len(run.step_times)]
+        done = [each.run for each in result.runs if each.run and each.state == "done"]
+        times = [run.step_times for run in done if len(run.step_times)]
         if times:
             name = columns[result.series.key, result.value]
             found.append((name, np.quantile(np.concatenate(times), (0.25, 0.5, 0.75)), result.of_paper[0]))
@@ -157,7 +158,7 @@ def _figure(columns: int, rows: int) -> Any:
 
 
 def _grid(
-    lines: Sequence[Measured], rows: Sequence[tuple[Quantity, int | None, str]], paths: Sequence[Path], scale: str
+    lines: Sequence[Measured], rows: Sequence[tuple[OfMatrix, int | None, str]], paths: Sequence[Path], scale: str
 ) -> bool:
     """A panel for each kind of matrix and each row, with a line for each setting."""
     kinds, looks = _kinds(lines), _looks(lines)
@@ -168,8 +169,7 @@ def _grid(
         for row, (quantity, layer, label) in zip(axes, rows, strict=True):
             for panel, kind in zip(row, kinds, strict=True):
                 for line, look in zip(lines, looks, strict=True):
-                    found = line.spread(quantity.key, kind, layer)
-                    _draw(panel, Spread(found.steps, quantity.of(found.quantiles)), look)
+                    _draw(panel, line.spread(quantity, kind, layer), look)
             row[0].set(ylabel=label, yscale=scale)
             if scale == "log":
                 style.plain_ticks(row[0])

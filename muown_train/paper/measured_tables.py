@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from muown_train.paper.measured import NEGATIVE, RANK, SPECTRAL, Measured, Quantity, Spread
+from muown_train.paper.measured import NEGATIVE, RANK, SPECTRAL, Measured, OfMatrix, Spread
 from muown_train.paper.runs import ABSENT
 from muown_train.paper.tables import Table
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 def spectral_tables(report: "Report") -> list[Table]:
     """Of each kind of matrix what the factors of Proposition 1 have come to, and how much they grew."""
 
-    def cell(quantity: Quantity, line: Measured, kind: str) -> str:
-        values = quantity.of(line.spread(quantity.key, kind).median)
+    def cell(quantity: OfMatrix, line: Measured, kind: str) -> str:
+        values = line.spread(quantity, kind).median
         if not len(values):
             return ABSENT
         return f"{values[-1]:.3g}" + (f" (x{values[-1] / values[0]:.2f})" if values[0] else "")
 
     def turned(line: Measured, kind: str) -> str:
-        found = line.spread(NEGATIVE.key, kind)
+        found = line.spread(NEGATIVE, kind)
         if not len(found.steps):
             return ABSENT
         return f"{found.median[-1]:.1%} [{found.quantiles[0, -1]:.1%}, {found.quantiles[-1, -1]:.1%}]"
@@ -47,7 +47,7 @@ def rank_tables(report: "Report") -> list[Table]:
     """Of each kind of matrix the effective rank of its gradients, averaged over training."""
 
     def cell(line: Measured, kind: str) -> str:
-        values = line.spread(RANK.key, kind).median
+        values = line.spread(RANK, kind).median
         return f"{values.mean():.3f}" if len(values) else ABSENT
 
     return [_by_kind(f"{RANK.title.capitalize()}: median over layers, mean over training", report.measured, cell)]

@@ -19,10 +19,6 @@ from muown_train.secrets import redacted_tree
 STATES = ("done", "diverged", "running", "queued", "stopped", "cut off", "failed", "missing")
 
 
-# settings that some of the kept runs do not know, with what they had
-_LATER: Settings = {"model.init_std": 0.02, "optim.magnitude_lr_scale": 1.0}
-
-
 @dataclass(frozen=True)
 class Found:
     """A cell and its run, if there is one."""
@@ -61,7 +57,7 @@ def progress(experiment: Experiment, cells: Sequence[Cell], out: str, archive: P
         archive: a further folder of runs.
 
     Raises:
-        ValueError: a run of a cell's name that has other settings.
+        ValueError: a run of a cell's name that has other settings, or two cells that are one run.
     """
     places = [Path(out)] + ([archive] if archive else [])
     folder = Path(out) / experiment.folder
@@ -73,9 +69,12 @@ def progress(experiment: Experiment, cells: Sequence[Cell], out: str, archive: P
             continue
         settings = _settings(config, experiment.same)
         by_rate.setdefault((config.get("seed"), settings.get("optim.lr")), []).append((path, settings))
-    found = []
+    found, seen = [], dict[str, Cell]()
     for cell in cells:
         settings = _settings(redacted_tree(cell.config), experiment.same)
+        other = seen.setdefault(repr((cell.seed, sorted(settings.items()))), cell)
+        if other is not cell:
+            raise ValueError(f"{other.name} and {cell.name} are the same run: choose some with series= or points=")
         there = by_rate.get((cell.seed, cell.lr), [])
         same = [path for path, of_run in there if same_settings(of_run, settings)]
         own = folder / check_name(cell.name)
@@ -100,13 +99,12 @@ def _settings(config: Mapping[str, Any], same: Sequence[str]) -> Settings:
 
 
 def same_settings(of_run: Mapping[str, Any], of_cell: Mapping[str, Any]) -> bool:
-    """Whether a run is that of a cell; a run from before a setting was there had what it does by default."""
+    """Whether a run is that of a cell."""
     return "optim._target_" in of_run and _differing(of_run, of_cell) is None
 
 
 def _differing(of_run: Mapping[str, Any], of_cell: Mapping[str, Any]) -> str | None:
     """The first setting that is another, if there is one."""
-    of_run = {**{key: value for key, value in _LATER.items() if key in of_cell}, **of_run}
     return next((key for key in {**of_run, **of_cell} if of_run.get(key) != of_cell.get(key)), None)
 
 

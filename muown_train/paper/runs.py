@@ -21,6 +21,8 @@ from muown_train.status import read_status
 SMOOTHED = 0.02  # part of a run's updates that a smoothed training loss is the mean over
 
 Settings = dict[str, Any]  # by dotted key, such as optim.lr
+# settings that some runs are older than: how the names of their targets end, and the default
+_LATER = {"model.init_std": ("GPT", 0.02), "optim.magnitude_lr_scale": ("Muown", 1.0)}
 Series = tuple[np.ndarray, np.ndarray]  # two of float64 (N,)
 
 
@@ -215,8 +217,15 @@ def leaves(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings:
-    """What a resolved configuration says about a run that makes it another than others, but for the seed."""
-    return {key: value for key, value in leaves(config) if key != "seed" and defines_run(key)}
+    """What a resolved configuration says about a run that makes it another than others, but for the seed.
+
+    Settings that were not there yet when it was written are what they are by default.
+    """
+    settings = {key: value for key, value in leaves(config) if key != "seed" and defines_run(key)}
+    for key, (target, default) in _LATER.items():
+        if str(settings.get(f"{key.partition('.')[0]}._target_")).endswith(target):
+            settings.setdefault(key, default)
+    return settings
 
 
 def moving_mean(values: np.ndarray, window: int) -> np.ndarray:

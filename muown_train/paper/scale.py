@@ -1,7 +1,8 @@
 """The same experiment in small: overrides that shrink a run and leave its shape.
 
 Widths keep their ratio as far as whole heads allow, MLPs theirs to the width, Qwen2 its groups of heads; schedules and
-optimizers stay. The budget is so many updates, or 20 tokens per parameter, whatever it was.
+optimizers stay. The budget is so many updates, or 20 tokens per parameter, whatever it was; but a budget in tokens per
+parameter keeps its ratio to 20.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from omegaconf import OmegaConf
 
 from muown_train.config import composed, parsed
 
-_HEADS = 4  # heads of a run for one of the small one
+_HEADS = 4  # heads of a run for one of the small one; a GPT of so many or fewer keeps them
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,13 @@ def scaled(scale: Scale, overrides: Sequence[str], further: Sequence[str] = ()) 
     """
     words = [word for word in overrides if word.partition("=")[0] != "data"]
     if not any(override.key_or_group == "data" for override in parsed(further)):
-        words.append("data=stdlib")
+        words += ["data=stdlib", *_without_own_data(words)]
     config: dict[str, Any] = OmegaConf.to_container(composed(words), resolve=True)  # type: ignore[assignment]
     small = _model(config["model"], scale)
     steps = scale.updates
     if steps is None:
         steps = round(20 * _parameters(small, scale) / scale.batch_tokens)
+    steps = max(1, round(steps * (config["tokens_per_parameter"] or 20) / 20))
     every = max(1, steps // scale.evaluations)
     plain = {
         "seq_len": scale.seq_len,
@@ -78,6 +80,13 @@ def scaled(scale: Scale, overrides: Sequence[str], further: Sequence[str] = ()) 
     return [*(word for word in words if word.partition("=")[0].lstrip("+") not in own), *sizes, *values]
 
 
+def _without_own_data(words: Sequence[str]) -> list[str]:
+    """Overrides that take away what an experiment's file sets of its own data, and data=stdlib has not."""
+    own, stdlib = (set(composed(list(each)).data) for each in (words, ["data=stdlib"]))
+    with_stdlib = set(composed([*words, "data=stdlib"]).data)
+    return [f"~data.{key}" for key in sorted(with_stdlib & own - stdlib)]
+
+
 def _model(model: Mapping[str, Any], scale: Scale) -> dict[str, int]:
     """Sizes of a model of the same kind."""
     kind = str(model["_target_"]).rpartition(".")[2]
@@ -90,7 +99,7 @@ def _model(model: Mapping[str, Any], scale: Scale) -> dict[str, int]:
         heads = kv_heads * max(1, round(model["heads"] / _HEADS / kv_heads))
         small |= {"kv_heads": kv_heads}
     elif kind == "GPT":
-        heads = max(1, round(model["heads"] / _HEADS))
+        heads = model["heads"] if model["heads"] <= _HEADS else round(model["heads"] / _HEADS)
     else:
         raise ValueError(f"a scale is for GPT, Qwen2 and Speedrun, not for {kind}")
     dim = heads * scale.head_dim

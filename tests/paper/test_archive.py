@@ -199,3 +199,19 @@ def test_a_run_that_measures_itself_is_kept_beside_one_that_does_not(reproduce, 
     words = ("experiment=spectral_500m", "series=muown_wd0", f"out={tmp_path}/out", "action=archive")
     assert "  archived\n" in reproduce(*words) and "  there already\n" in reproduce(*words)
     assert (archive / experiment.folder / cell.name / "config.yaml").exists()
+
+
+def test_a_run_that_measures_itself_is_no_copy_where_nobody_asks(reproduce, archive, tmp_path):
+    """An experiment that asks for no probes may find a run with some: it is kept where it is, or beside a plain one."""
+    experiment = load_experiment("corpus_spectral").part(points=1, series=["fixed"])
+    (cell,) = experiment.cells()
+    fill(tmp_path / "out" / experiment.folder, [cell], lambda cell: 14.0)
+    words = (f"out={tmp_path}/out", "action=archive", "series=fixed")
+    reproduce("experiment=corpus_spectral", *words)
+    said = reproduce("experiment=corpus_magnitude", *words)
+    assert "1 done" in said and "  there already\n" in said and len(list(archive.glob("**/config.yaml"))) == 1
+    plain = dict(cell.config) | {"probes": None}
+    (archive / experiment.folder).mkdir()
+    (archive / cell.name).rename(archive / experiment.folder / cell.name)
+    write(archive / cell.name, [line(0, valid=9.0), line(2, 3.0, valid=3.0)], plain, steps=2)
+    assert "  there already\n" in reproduce("experiment=corpus_magnitude", *words)

@@ -1,7 +1,9 @@
 """Experiments of the paper: every file, its runs and their settings, how they stand, tables equal to the paper's."""
 
 import csv
+import dataclasses
 import fcntl
+import math
 import re
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import torch
 import yaml
 
 from muown_train.build import make_model, make_optimizer, make_schedule
+from muown_train.config import composed
 from muown_train.experiment_plan import gpu_hours, plans
 from muown_train.paper import experiment as experiments
 from muown_train.paper.experiment import evenly, load_experiment, names
@@ -88,6 +91,23 @@ def test_runs_of_our_own_are_for_a_cpu_and_shared(name):
     ours = [settings_of(cell.config) for cell in cells]
     shared = [settings for settings in ours if any(same_settings(one, settings) for one in rates)]
     assert experiment.gpus is None and (len(cells), len(shared)) == OURS[name]
+
+
+@pytest.mark.parametrize("name", slow_but(["corpus_horizon", "corpus_width"], OURS))
+def test_runs_of_our_own_are_other_runs_in_small_too(name, tmp_path):
+    """Without data of their own, which need not be there, and each of them another one."""
+    experiment = load_experiment(name, "tiny")
+    cells = experiment.cells()
+    assert len(progress(experiment, cells, str(tmp_path))) == OURS[name][0]
+    for cell in {cell.series.key: cell for cell in cells}.values():
+        assert cell.config["data"] == composed([*cell.overrides]).data == composed(["data=stdlib"]).data
+
+
+def test_cells_that_are_one_run(tmp_path):
+    experiment = load_experiment("corpus_magnitude").part(points=1, series=["adam"])
+    (cell,) = experiment.cells()
+    with pytest.raises(ValueError, match=f"{cell.name} and other are the same run"):
+        progress(experiment, [cell, dataclasses.replace(cell, name="other")], str(tmp_path))
 
 
 @pytest.mark.parametrize("name", slow_but(["500m_multiseed", "width", "qwen2_0_5b", "speedrun_width"], RUNS))
@@ -262,6 +282,23 @@ def test_the_best_learning_rates(tmp_path):
     assert [row[1:] for row in rows] == [
         ["2e-3", "10.00", "1e-3 to 3e-3", "≥ 3"],
         ["1e-3", "10.00", "5e-4 to 1e-3", "≥ 2"],
+    ]
+
+
+def test_the_best_beside_rates_that_are_missing_or_no_numbers(tmp_path):
+    experiment = load_experiment("1b").part(series=["muown_wd0", "muon_wd0", "muon_wd0.1"])
+    ends = {
+        "muown_wd0": [math.nan, 10.3, 10.0, 10.3],  # both neighbours are known
+        "muon_wd0": [10.3, 10.0, None, 10.0],  # nobody knows beyond
+        "muon_wd0.1": [math.nan] * 4,
+    }
+    cells = experiment.cells()
+    rates = experiment.series[0].lr
+    fill(tmp_path / experiment.folder, cells, lambda cell: ends[cell.series.key][rates.index(cell.lr)])
+    rows = report(experiment, progress(experiment, cells, str(tmp_path))).best().rows
+    assert [row[1:] for row in rows] == [
+        ["1e-3", "10.00", "1e-3 to 1e-3", "1"],
+        ["5e-4", "10.00", "5e-4 to 5e-4", "≥ 1"],
     ]
 
 
@@ -450,6 +487,10 @@ def test_what_cannot_be(call, message):
         (("report: rates", "report: graph"), "there is no report=graph"),
         (("report: rates", "report: rates\n  same: probes"), "same='probes' must be a list of texts"),
         (("report: rates", "report: rates\n  measure: [[spectral]]"), "measure=[['spectral']] must be a list of texts"),
+        (
+            ("report: rates", "report: rates\n  over: {optim.magnitude: [fixed, adam]}"),
+            "must be numbers: make a series",
+        ),
         (("  seeds: [0]\n", ""), "'seeds' is missing"),
         (("lr: [3e-3", "lr: [-3e-3"), "series.muown_wd0.lr=[-0.003, 0.002, 0.001, 0.0005] must be learning rates"),
         (("[11.90, ", "["), "paper.muown_wd0 has 3 numbers for 4 learning rates"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from muown_train.paper import style
 from muown_train.paper.experiment import load_experiment
 from muown_train.paper.experiment_report import report
-from muown_train.paper.measured import Measured, Place, measured, place_of
+from muown_train.paper.measured import SPECTRAL, Measured, Place, measured, place_of
 from muown_train.paper.measured_figures import plot_effective_rank, plot_singular_values, shown_blocks
 from muown_train.paper.progress import progress
 from muown_train.paper.runs import ABSENT, read_run
@@ -52,6 +52,18 @@ def test_a_spread_is_that_of_all_matrices_and_runs(values):
     assert of_layer.median == pytest.approx(values[0])
 
 
+def test_medians_are_of_what_is_shown():
+    """The median of roots is not the root of the median."""
+    roots = Measured("", [{f"{NAMES[1]}/coherence": series(1.0), f"{NAMES[2]}/coherence": series(9.0)}])
+    assert roots.spread(SPECTRAL[2]).median.tolist() == [2.0] and roots.spread("coherence").median.tolist() == [5.0]
+
+
+@pytest.mark.parametrize("state", ["running", "stopped", "diverged", "failed"])
+def test_runs_that_are_not_done_are_not_shown(tmp_path, state):
+    made = filled("effective_rank_124m", tmp_path, lambda key, step: {NAMES[1]: 0.5}, state)
+    assert made.measured == [] and any("was measured in 0 of them" in note for note in made.notes())
+
+
 def test_numbers_that_are_none_and_quantities_that_are_not_there():
     found = Measured("", [{f"{NAMES[1]}/x": series(1, np.nan, np.inf, 4), f"{NAMES[2]}/x": series(3)}])
     assert (found.spread("x").steps.tolist(), found.spread("x").median.tolist()) == ([0, 3], [2, 4])
@@ -86,7 +98,7 @@ def test_blocks_that_are_shown():
     assert all(len(set(shown_blocks(of(layers)))) == 3 for layers in range(9, 60))
 
 
-def filled(name, tmp_path, numbers):
+def filled(name, tmp_path, numbers, state="finished"):
     """An experiment whose runs have measured `numbers(series key, step)`, but for the first."""
     experiment = load_experiment(name)
     cells = experiment.cells()
@@ -95,7 +107,7 @@ def filled(name, tmp_path, numbers):
         for step in (1, 2, 3):
             probed = {f"{experiment.report}/{key}": value for key, value in numbers(cell.series.key, step).items()}
             lines.append(line(step, 3.0, valid=3.0) | (probed if i else {}))
-        write(tmp_path / experiment.folder / cell.name, lines, dict(cell.config), steps=3)
+        write(tmp_path / experiment.folder / cell.name, lines, dict(cell.config), state, steps=3)
     return report(experiment, progress(experiment, cells, str(tmp_path)))
 
 

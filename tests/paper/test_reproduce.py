@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from omegaconf import OmegaConf
 from muown_train.config import composed
 from muown_train.paper import launch
 from muown_train.paper.experiment import load_experiment
-from muown_train.paper.launch import Launcher
+from muown_train.paper.launch import Launcher, Task
 from muown_train.paper.progress import progress
 from muown_train.paper.queue import keep_job
 from muown_train.paper.runs import read_run
@@ -370,6 +371,47 @@ def test_runs_that_fail_or_diverge_do_not_hold_up_the_others(corpus, tmp_path):
     assert done.returncode == 0 and done.stdout.count("  diverged  ") == 2, done.stdout
     done = subprocess.run([*words, "action=run", "init_from=nothing"], capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout.count("failed: ") == 2 and "nothing" in done.stdout, done.stdout
+
+
+SAVES = """import pathlib, signal, time
+signal.signal(signal.SIGTERM, lambda *_: None)
+pathlib.Path("up").touch()
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    time.sleep(0.1)
+pathlib.Path("saved").touch()
+"""
+
+
+@pytest.mark.parametrize(
+    ("signals", "status", "saved"),
+    [
+        ([signal.SIGHUP], 0, True),  # ignored where this process ignores it, as under nohup
+        ([signal.SIGTERM, signal.SIGTERM], 130, True),
+        ([signal.SIGINT, signal.SIGINT], 130, False),
+    ],
+    ids=["hangup", "twice SIGTERM", "twice Ctrl-C"],
+)
+def test_signals_while_runs_are_in_training(tmp_path, monkeypatch, signals, status, saved):
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+    task = Task("a", "a", [sys.executable, "-c", SAVES], "begins", lambda: "", lambda: "done")
+
+    def send():
+        while not Path("up").exists():
+            time.sleep(0.05)
+        for number in signals:
+            os.kill(os.getpid(), number)
+            time.sleep(0.3)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        threading.Thread(target=send).start()
+        assert Launcher(tmp_path, 1, 1, 0, say=said.append).run([task]) == status
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert Path("saved").exists() == saved
+    assert ("killed" in said[-1]) == (not saved), said
 
 
 def test_a_line_of_a_file_of_runs_is_words():

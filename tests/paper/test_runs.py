@@ -78,6 +78,16 @@ def test_runs_of_one_setting(tmp_path):
     assert {key: differing(groups)[key] for key in facts} == facts
 
 
+def test_settings_that_a_run_is_older_than_are_the_default(tmp_path):
+    """A run from before a setting was there, and one that has it at its default, are of one setting."""
+    old = settings()
+    new = old | {"model": old["model"] | {"init_std": 0.02}, "optim": old["optim"] | {"magnitude_lr_scale": 1.0}}
+    other = new | {"optim": new["optim"] | {"magnitude_lr_scale": 0.1}}
+    runs = [read_run(write(tmp_path / str(i), [line(1, 3.0)], each)) for i, each in enumerate((old, new, other))]
+    assert [len(group.runs) for group in grouped(runs)] == [2, 1]
+    assert runs[0].settings["model.init_std"] == 0.02
+
+
 @pytest.mark.parametrize("window", [1, 2, 3, 8, 50])
 def test_means_over_neighbours(window):
     values = np.random.default_rng(0).normal(size=20)
