@@ -365,7 +365,7 @@ def test_runs_are_found_by_their_settings(multiseed, tmp_path):
     assert progress(experiment, other, str(tmp_path / "runs"))[2].state == "missing"
     (tmp_path / "runs" / experiment.folder).mkdir()
     (tmp_path / "runs" / experiment.folder / other[2].name).symlink_to(older)
-    with pytest.raises(ValueError, match=r"holds a run with model.init_std=None, the experiment has 0.03"):
+    with pytest.raises(ValueError, match=r"holds a run with model.init_std=0.02, the experiment has 0.03"):
         progress(experiment, other, str(tmp_path / "runs"))
     (tmp_path / "runs" / experiment.folder / other[2].name).unlink()
     del config["diverged_from"]  # one that all runs have
