@@ -7,6 +7,7 @@ parameter keeps its ratio to 20.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -82,9 +83,13 @@ def scaled(scale: Scale, overrides: Sequence[str], further: Sequence[str] = ()) 
 
 def _without_own_data(words: Sequence[str]) -> list[str]:
     """Overrides that take away what an experiment's file sets of its own data, and data=stdlib has not."""
-    own, stdlib = (set(composed(list(each)).data) for each in (words, ["data=stdlib"]))
-    with_stdlib = set(composed([*words, "data=stdlib"]).data)
-    return [f"~data.{key}" for key in sorted(with_stdlib & own - stdlib)]
+    there = composed([*words, "data=stdlib"]).data
+    return [f"~data.{key}" for key in there if key not in _stdlib()]
+
+
+@cache
+def _stdlib() -> frozenset[str]:
+    return frozenset(map(str, composed(["data=stdlib"]).data))
 
 
 def _model(model: Mapping[str, Any], scale: Scale) -> dict[str, int]:
