@@ -69,8 +69,14 @@ class Result:
     @property
     def score(self) -> float:
         """By which the best is chosen: the mean; infinite where a seed diverged, so that no survivor alone is best."""
-        known = self.mean is not None and math.isfinite(self.mean) and not self.count("diverged")
-        return self.mean if known and self.mean is not None else math.inf
+        if self.mean is None or not math.isfinite(self.mean) or self.count("diverged"):
+            return math.inf
+        return self.mean
+
+    @property
+    def done(self) -> list[RunRecord]:
+        """The runs whose numbers count."""
+        return [each.run for each in self.runs if each.run and each.state == "done"]
 
     def count(self, state: str) -> int:
         """How many runs are in that state."""

@@ -128,8 +128,7 @@ def lines_of(report: "Report") -> list[Measured]:
     rates = Counter((result.series.key, result.value) for result in report.results)
     lines = []
     for result in report.results:
-        done = [each.run for each in result.runs if each.run and each.state == "done"]
-        runs = [found for run in done if (found := measured(run, report.experiment.report))]
+        runs = [found for run in result.done if (found := measured(run, report.experiment.report))]
         if runs:
             key = result.series.key, result.value
             lines.append(Measured(names[key] + (f", lr {rate(result.lr)}" if rates[key] > 1 else ""), runs))

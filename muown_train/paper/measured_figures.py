@@ -109,8 +109,7 @@ def plot_step_times(report: "Report", paths: Sequence[Path]) -> bool:
     """Median and quartiles of the time of an update; the paper's median as an open square."""
     columns, found = dict(report.columns()), []
     for result in report.results:
-        done = [each.run for each in result.runs if each.run and each.state == "done"]
-        times = [run.step_times for run in done if len(run.step_times)]
+        times = [run.step_times for run in result.done if len(run.step_times)]
         if times:
             name = columns[result.series.key, result.value]
             found.append((name, np.quantile(np.concatenate(times), (0.25, 0.5, 0.75)), result.of_paper[0]))

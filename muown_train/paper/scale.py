@@ -50,9 +50,12 @@ def scaled(scale: Scale, overrides: Sequence[str], further: Sequence[str] = ()) 
         ValueError: the model is of a kind that cannot be shrunk here.
     """
     words = [word for word in overrides if word.partition("=")[0] != "data"]
-    if not any(override.key_or_group == "data" for override in parsed(further)):
-        words += ["data=stdlib", *_without_own_data(words)]
+    stdlib = not any(override.key_or_group == "data" for override in parsed(further))
+    if stdlib:
+        words.append("data=stdlib")
     config: dict[str, Any] = OmegaConf.to_container(composed(words), resolve=True)  # type: ignore[assignment]
+    if stdlib:  # without what the experiment's file sets of data of its own
+        words += [f"~data.{key}" for key in config["data"] if key not in _stdlib()]
     small = _model(config["model"], scale)
     steps = scale.updates
     if steps is None:
@@ -81,14 +84,9 @@ def scaled(scale: Scale, overrides: Sequence[str], further: Sequence[str] = ()) 
     return [*(word for word in words if word.partition("=")[0].lstrip("+") not in own), *sizes, *values]
 
 
-def _without_own_data(words: Sequence[str]) -> list[str]:
-    """Overrides that take away what an experiment's file sets of its own data, and data=stdlib has not."""
-    there = composed([*words, "data=stdlib"]).data
-    return [f"~data.{key}" for key in there if key not in _stdlib()]
-
-
 @cache
 def _stdlib() -> frozenset[str]:
+    """The settings of data=stdlib."""
     return frozenset(map(str, composed(["data=stdlib"]).data))
 
 
