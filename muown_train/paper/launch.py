@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from muown_train.console import duration
-from muown_train.paper.progress import Found, shown
+from muown_train.paper.progress import Found, in_use, shown
 from muown_train.records import read_metrics
 from muown_train.status import read_status
 
@@ -58,7 +58,7 @@ def training(found: Found, ranks: int = 1) -> "Task":
         return f"{shown(str(read_status(folder).get('state')))}  {at()}"
 
     begins = "goes on" if found.run and found.run.step else "begins"
-    return Task(found.cell.name, folder.name, command(found, ranks), begins, at, end)
+    return Task(found.cell.name, folder.name, command(found, ranks), begins, at, end, lambda: in_use(folder))
 
 
 def line_of(found: Found) -> str:
@@ -76,6 +76,7 @@ class Task:
     begins: str  # what is said then
     at: Callable[[], str]  # how far it is
     end: Callable[[], str]  # what it came to
+    taken: Callable[[], bool] = lambda: False  # whether another process does it by now: it is left to that one
 
 
 @dataclass
@@ -150,6 +151,9 @@ class Launcher:
         return 1 if self.failed else 0
 
     def _start(self, task: Task) -> None:
+        if task.taken():
+            self.say(f"{task.name}  another process has begun it meanwhile: left to that one")
+            return
         slot = min(set(range(self.jobs)) - {job.slot for job in self.running})
         environment = os.environ | {"OMP_NUM_THREADS": str(self._threads())}
         if self.gpus:

@@ -1,5 +1,6 @@
 """scripts/reproduce.py as a user meets it: lists, reports, trains whole experiments in small, is killed and goes on."""
 
+import fcntl
 import json
 import os
 import re
@@ -412,6 +413,19 @@ def test_signals_while_runs_are_in_training(tmp_path, monkeypatch, signals, stat
         signal.signal(signal.SIGHUP, before)
     assert Path("saved").exists() == saved
     assert ("killed" in said[-1]) == (not saved), said
+
+
+def test_a_run_that_another_process_has_begun_meanwhile_is_left_to_it(tmp_path):
+    experiment = load_experiment("500m_magnitude", "tiny").part(1)
+    tasks = [launch.training(each) for each in progress(experiment, experiment.cells(), str(tmp_path / "runs"))]
+    folder = tmp_path / "runs" / experiment.folder / tasks[0].log
+    folder.mkdir(parents=True)
+    said: list[str] = []
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert Launcher(tmp_path / "logs", 1, 1, 0, say=said.append).run(tasks[:1]) == 0
+    assert "another process has begun it meanwhile" in said[1] and len(said) == 2, said
+    assert not list((tmp_path / "logs").iterdir())
 
 
 def test_a_line_of_a_file_of_runs_is_words():
