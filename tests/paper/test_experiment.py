@@ -53,6 +53,7 @@ OURS = {  # runs, and how many of them the experiment shares with that of learni
     "corpus_fused_qkv": (4 * 3, 2 * 3),
     "corpus_horizon": (2 * 2 * 4, 2 * 2),
     "corpus_seeds": (7 * 3, 7 * 3),
+    "corpus_width_seeds": (2 * 3, 0),
     "corpus_spectral": (5, 4),
     "corpus_effective_rank": (3, 3),
     "corpus_gradient_noise": (3, 3),
