@@ -47,7 +47,7 @@ RUNS = {  # by hand, from the paper's grids
 OURS = {  # runs, and how many of them the experiment shares with that of learning rates, whatever their seed
     "corpus_learning_rate": (3 * 8 + 4 * 5, 3 * 8 + 4 * 5),
     "corpus_weight_decay": (2 * 3 * 3, 3 * 3),
-    "corpus_width": (6 * 5, 2 * 5),
+    "corpus_width": (4 * 3 + 2 * 5, 2 * 5),
     "corpus_magnitude": (4 + 2 * 3 + 6, 4),
     "corpus_init_std": (2 * 2 * 4, 2 * 4),
     "corpus_fused_qkv": (4 * 3, 2 * 3),
