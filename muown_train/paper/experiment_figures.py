@@ -52,7 +52,7 @@ def plot_rates(report: "Report", paths: Sequence[Path]) -> bool:
         if report.comparable:
             handles += row[0].plot([], [], color="0.35", linestyle=":", label="the paper's")
         figure.legend(handles=handles, loc="outside right upper", handlelength=3.0)
-        caption = style.name(_caption(report), round(21 * figure.get_figwidth()))
+        caption = style.name(_caption(report, row[0].get_ylim()[1]), round(21 * figure.get_figwidth()))
         figure.supxlabel(caption, x=0.01, ha="left", fontsize=6.5, color="0.35")
         style.save(figure, paths)
     return True
@@ -152,7 +152,7 @@ def _draw(axes: "Axes", results: Sequence["Result"], look: dict[str, Any], with_
         axes.plot(rates, means, linewidth=1.2, **look)
         if any(low != high for low, high in zip(least, largest, strict=True)):
             axes.fill_between(rates, least, largest, color=look["color"], alpha=0.18, linewidth=0)
-    above = [each.lr for each in results if each.mean is not None and not each.mean <= edge]
+    above = [each.lr for each in results if _above(each, edge)]
     lost = [each.lr for each in results if each.diverged]
     for at, marker, size in ((above, "^", 4), (lost, "x", 6)):
         if at:
@@ -164,7 +164,13 @@ def _draw(axes: "Axes", results: Sequence["Result"], look: dict[str, Any], with_
             axes.plot(*zip(*points, strict=True), linestyle=":", linewidth=1.0, **plain)
 
 
-def _caption(report: "Report") -> str:
-    several = max(len(result.runs) for result in report.results) > 1
-    parts = ["Mean over seeds, shaded from the lowest to the highest."] * several
-    return " ".join([*parts, "Triangle at the upper edge: above the frame. Cross: diverged."])
+def _caption(report: "Report", edge: float) -> str:
+    """What is not plain from the figure: of spans and marks those that it has."""
+    parts = ["Mean over seeds, shaded from the lowest to the highest."] * any(len(r.runs) > 1 for r in report.results)
+    parts += ["Triangle at the upper edge: above the frame."] * any(_above(result, edge) for result in report.results)
+    parts += ["Cross: diverged."] * any(result.diverged for result in report.results)
+    return " ".join(parts)
+
+
+def _above(result: "Result", edge: float) -> bool:
+    return result.mean is not None and not result.mean <= edge
