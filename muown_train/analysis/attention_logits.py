@@ -27,7 +27,7 @@ def largest_logits(subject: Subject, rows: Tensor) -> list[Tensor]:
     """Of each layer, over rows (B, T+1) of this rank, () float32 each.
 
     Raises:
-        ValueError: the model computes attention in a way of its own, as Qwen2 of transformers does.
+        ValueError: the model computes attention in a way of its own, not by `causal_attention`.
     """
     largest: list[Tensor] = []
     for part in torch.split(rows, subject.micro_batch):

@@ -108,6 +108,7 @@ def _tokenizer_files(tokenizer: HubTokenizer, longest: int) -> dict[str, str]:
         "bos_token": end,
         "eos_token": end,
         "pad_token": end,
+        "model_input_names": ["input_ids", "attention_mask"],  # before transformers 5 also what no model here takes
         "model_max_length": longest,
         "clean_up_tokenization_spaces": False,
     }

@@ -1,22 +1,40 @@
 """Qwen2 (Yang et al. 2024, arXiv 2407.10671): the model of `transformers`, built from sizes; nothing is downloaded.
 
 Grouped-query attention with biases on q, k and v, which are matrices of their own, RMSNorm, SwiGLU, RoPE, embeddings
-tied. Only the modules are theirs: the loss is ours, which never holds all logits.
+tied. Only the modules are theirs. The loss is ours, which never holds all logits, and so is the attention: theirs makes
+a mask (T, T) when it is compiled (transformers 5.24 with torch before 2.14), which FlashAttention does not take.
 """
 
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from muown_train.models.attention import causal_attention
 from muown_train.models.cross_entropy import linear_cross_entropy
-from muown_train.models.kv_cache import KeyValueCache
+from muown_train.models.kv_cache import KeyValueCache, attention_after
 from muown_train.models.language_model import LanguageModel, check_heads, check_sizes
 
 try:
-    from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+    from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, Qwen2Config, Qwen2ForCausalLM
 except ImportError as error:
     raise ImportError(f"Qwen2 needs transformers: pip install -e '.[qwen2]' ({error})") from None
+
+OURS = "muown_train"  # the name of this attention among theirs
+
+
+def _attention(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """q (B, h, T, d); k, v of fewer heads, and of more positions if there is a cache -> (B, T, h, d), no weights."""
+    shared = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
+    y = (causal_attention if k.shape[2] == q.shape[2] else attention_after)(q, k, v, scaling)
+    return y.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(OURS, _attention)
+AttentionMaskInterface.register(OURS, lambda *_, **__: None)
 
 
 class Qwen2(LanguageModel):
@@ -57,8 +75,9 @@ class Qwen2(LanguageModel):
         if heads % kv_heads:
             raise ValueError(f"model.kv_heads={kv_heads} must divide model.heads={heads}")
         self.vocab_size, self.layers, self.dim, self.seq_len = vocab_size, layers, dim, seq_len
-        rotation: dict[str, Any] = {  # as transformers before 5 calls it, and since
-            "rope_theta": rope_base,
+        named: dict[str, Any] = {
+            "attn_implementation": OURS,
+            "rope_theta": rope_base,  # before transformers 5, and since:
             "rope_parameters": {"rope_type": "default", "rope_theta": rope_base},
         }
         config = Qwen2Config(
@@ -72,7 +91,7 @@ class Qwen2(LanguageModel):
             rms_norm_eps=norm_eps,
             initializer_range=init_std,
             tie_word_embeddings=True,
-            **rotation,
+            **named,
         )
         self.qwen2 = Qwen2ForCausalLM(config)
 

@@ -11,6 +11,7 @@ from muown_train.analysis.subject import Subject
 from muown_train.distributed import World
 from muown_train.models import attention
 from muown_train.models.gpt import GPT, rotate
+from muown_train.models.language_model import LanguageModel
 from muown_train.models.speedrun import Speedrun
 from muown_train.models.track3 import ATTENTION_SCALE, NORM_EPS, Track3
 
@@ -41,26 +42,36 @@ def all_logits(model, x):
     """Largest logit of each layer from its attention module's input, by its definition, all T^2 at once."""
     found = []
 
-    def hook(module, inputs):
-        x, cos, sin = inputs[:3]
+    def hook(module, inputs, named):
+        x, cos, sin = inputs[:3] if inputs else (named["hidden_states"], *named["position_embeddings"])
         B, T, D = x.shape
-        d = D // module.heads
-        if isinstance(model, Track3):
-            q, k = (part(x).view(B, T, -1, d).transpose(1, 2) for part in (module.q, module.k))
-            q, k = (rotate(torch.nn.functional.rms_norm(y, (d,), eps=NORM_EPS), cos, sin) for y in (q, k))
-            scale = ATTENTION_SCALE
+        scale = 1 / math.sqrt(cos.shape[-1])
+        if isinstance(model, GPT | Speedrun):
+            q, k = module.qkv(x).split(D, dim=-1)[:2]
         else:
-            q, k = (y.view(B, T, -1, d).transpose(1, 2) for y in module.qkv(x).split(D, dim=-1)[:2])
-            q, k, scale = rotate(q, cos, sin), rotate(k, cos, sin), 1 / math.sqrt(d)
-        logits = scale * q @ k.mT
+            q, k = (module.q(x), module.k(x)) if isinstance(model, Track3) else (module.q_proj(x), module.k_proj(x))
+        q, k = (y.view(B, T, -1, cos.shape[-1]).transpose(1, 2) for y in (q, k))
+        if isinstance(model, Track3):
+            q, k = (torch.nn.functional.rms_norm(y, y.shape[-1:], eps=NORM_EPS) for y in (q, k))
+            scale = ATTENTION_SCALE
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        logits = scale * rotate(q, cos, sin) @ rotate(k, cos, sin).mT
         found.append(float(logits[..., torch.ones(T, T).tril().bool()].max()))
 
-    hooks = [block.attention.register_forward_pre_hook(hook) for block in model.blocks]
+    modules = [m for m in model.modules() if type(m).__name__ in ("Attention", "Qwen2Attention")]
+    hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
     with torch.no_grad():
         model(x)
     for handle in hooks:
         handle.remove()
     return found
+
+
+def qwen2():
+    pytest.importorskip("transformers")
+    from muown_train.models.qwen2 import Qwen2
+
+    return Qwen2(**SIZES, heads=2, kv_heads=1, mlp_hidden=32)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +81,9 @@ def all_logits(model, x):
         lambda: GPT(**SIZES, heads=2, checkpointed=2),
         lambda: Speedrun(**SIZES, head_dim=16),
         lambda: Track3(**SIZES, heads=2),
+        qwen2,
     ],
-    ids=["gpt", "gpt-checkpointed", "speedrun", "track3"],
+    ids=["gpt", "gpt-checkpointed", "speedrun", "track3", "qwen2"],
 )
 def test_each_layer_of_a_model(make):
     torch.manual_seed(0)
@@ -86,13 +98,14 @@ def test_each_layer_of_a_model(make):
     assert attention._observer is None
 
 
-def test_a_model_whose_attention_is_not_ours_is_refused():
-    pytest.importorskip("transformers")
-    from muown_train.models.qwen2 import Qwen2
+class WithoutAttention(LanguageModel):
+    def forward(self, inputs, targets=None, cache=None):
+        return torch.zeros(())
 
-    model = Qwen2(**SIZES, heads=2, kv_heads=1, mlp_hidden=32)
-    with pytest.raises(ValueError, match="attention logits of Qwen2 cannot be seen"):
-        largest_logits(subject(model), rows())
+
+def test_a_model_whose_attention_is_not_ours_is_refused():
+    with pytest.raises(ValueError, match="attention logits of WithoutAttention cannot be seen"):
+        largest_logits(subject(WithoutAttention()), rows())
 
 
 def test_an_error_inside_leaves_no_observer():

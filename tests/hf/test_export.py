@@ -97,6 +97,7 @@ def assert_same_ids(folder: Path, tokenizer) -> None:
         assert theirs.decode(ids.tolist()) == tokenizer.decode(ids.tolist())
     assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.end_of_text
     assert len(theirs) == tokenizer.size
+    assert set(theirs("a")) == {"input_ids", "attention_mask"}  # what `generate` takes
 
 
 def test_ids_are_those_of_the_run(run, exported):

@@ -92,6 +92,22 @@ def test_a_cache_gives_the_logits_of_the_whole(parts, autocast, tolerance):
     assert sorted(cache.layers) == [0, 1, 2] and cache.layers[2][0].shape == (2, 2, 20, 8)
 
 
+def test_compiled_it_makes_no_mask():
+    """Which would keep it from FlashAttention: transformers' own attention makes one there, with torch before 2.14."""
+    masks = []
+
+    def backend(graph, inputs):
+        calls = [node for node in graph.graph.nodes if "scaled_dot_product_attention" in str(node.target)]
+        masks.extend(node.kwargs.get("attn_mask") for node in calls)
+        return graph.forward
+
+    model = moved(small())
+    ids = torch.randint(97, (2, 9))
+    compiled = torch.compile(model, backend=backend)(ids, ids)
+    torch.testing.assert_close(compiled, model(ids, ids))
+    assert masks == [None] * 3
+
+
 def test_sizes_are_the_published_ones():
     config = configured("model=qwen2_0_5b")
     with torch.device("meta"):
