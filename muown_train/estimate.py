@@ -5,7 +5,7 @@ whose estimates a test compares with `peak_memory`. On GPUs, where nothing of th
 differ: RMSNorm is one operation that keeps its input and a number per token, where on CPUs it keeps the normalised
 input besides; and attention is FlashAttention, which keeps no probabilities. What a compiled model keeps was read off
 once on a CPU with torch 2.13 (two blocks, flash attention; kept 2 % less than there, 5 % more at most): other versions
-may choose otherwise.
+may choose otherwise. What other architectures keep is traced (`traced.py`), as if not compiled: they may keep less.
 
 All sizes are in bytes. N = rows T tokens of a micro-batch, s = 2 bytes under autocast and 4 without.
 """
@@ -22,53 +22,15 @@ from torch.optim import Optimizer
 from muown_train.models.attention import blocks, wants_blocks
 from muown_train.models.cross_entropy import chunk_rows
 from muown_train.models.gpt import GPT
-from muown_train.optim import SOAP, Combined, Lion
+from muown_train.models.language_model import LanguageModel
+from muown_train.optim import SOAP, Combined, Lion, parameter_roles
 from muown_train.optim.base import MAX_BATCH_ELEMENTS, MatrixOptimizer
 from muown_train.optim.eager import Group
 from muown_train.optim.gate import portions
 from muown_train.optim.sharding import assign
+from muown_train.traced import Kept, kept_by
 
 FLOAT = 4  # bytes of weights, gradients, optimizer state and the residual stream
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of a GPT, as its arguments are called; `checkpointed` blocks keep only their input for the backward pass."""
-
-    vocab_size: int
-    layers: int
-    dim: int
-    heads: int
-    hidden: int
-    checkpointed: int = 0
-
-    @property
-    def matrices(self) -> int:
-        """Weights of the matrices of all blocks."""
-        return self.layers * (4 * self.dim**2 + 3 * self.dim * self.hidden)
-
-    @property
-    def head(self) -> int:
-        """Weights of the head, which is the embedding."""
-        return self.vocab_size * self.dim
-
-    @property
-    def parameters(self) -> int:
-        """All weights, the gains of the norms with them."""
-        return self.matrices + self.head + (2 * self.layers + 1) * self.dim
-
-
-def sizes_of(model: nn.Module) -> Sizes:
-    """The sizes of a model.
-
-    Raises:
-        ValueError: it is no GPT.
-    """
-    if not isinstance(model, GPT):
-        raise ValueError(f"estimates are for GPT, not for {type(model).__name__}")
-    block = model.blocks[0]
-    heads, hidden = block.attention.heads, block.mlp.out.in_features  # type: ignore[union-attr]
-    return Sizes(model.vocab_size, model.layers, model.dim, heads, hidden, model.checkpointed)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -89,6 +51,45 @@ class Pass:
     def width(self) -> int:
         """Bytes of a number in products of matrices."""
         return 2 if self.autocast else FLOAT
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a model of any architecture is made of, in numbers of its weights and widths."""
+
+    matrices: int  # weights of the blocks that multiply
+    head: int  # weights that make the logits: the embedding's, where it is tied
+    parameters: int
+    layers: int
+    dim: int  # of the residual stream, and of all heads of attention together
+    hidden: int  # of the MLP
+    vocab_size: int
+    checkpointed: int = 0  # of the layers, which keep only their input for the backward pass
+    heads: int = 0  # of GPT
+    softcapped: bool = False  # of logits
+    traced: Kept | None = None  # by a pass of a model that is no GPT, whose blocks are known
+
+
+def sizes_of(model: LanguageModel, how: Pass) -> Sizes:
+    """Count a model by the roles of its parameters, and trace it if it is no GPT; it may be on the meta device."""
+    roles = parameter_roles(model)
+    of: dict[str, list[Tensor]] = {"matrix": [], "embedding": [], "head": [], "vector": []}
+    for name, p in model.named_parameters():
+        of[roles[name].role].append(p)
+    gpt = isinstance(model, GPT)
+    return Sizes(
+        sum(p.numel() for p in of["matrix"]),
+        sum(p.numel() for p in of["head"] or of["embedding"]),
+        sum(p.numel() for p in model.parameters()),
+        model.layers,
+        model.dim,
+        max(p.shape[1] for p in of["matrix"]),  # what the MLP's last matrix takes in
+        model.vocab_size,
+        model.checkpointed,
+        model.blocks[0].attention.heads if gpt else 0,  # type: ignore[index, union-attr]
+        model.softcap is not None,
+        None if gpt else kept_by(model, how.seq_len, how.autocast),
+    )
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,8 @@ def copies(sizes: Sizes, how: Pass) -> int:
 
 def activations(sizes: Sizes, how: Pass) -> int:
     """What is kept when the forward pass has come to the head."""
+    if sizes.traced is not None:
+        return sizes.traced.fixed + how.rows * sizes.traced.per_row
     residual = FLOAT * how.tokens * sizes.dim
     block = kept_by_block(sizes, how)
     last = 2 * residual if how.device == "cpu" and not how.compiled else residual  # the norm before the head
@@ -163,6 +166,8 @@ def head(sizes: Sizes, how: Pass) -> int:
         return kept + max(inputs + 8 * n * V, backward_begins(sizes, how))
     # logits, their float32 copy, log p; with more than one chunk log p and the gradient of the one before as well
     per_logit, before, at_gradient = (10, 6, 6) if how.autocast else (8, 4, 4)
+    if sizes.softcapped:  # float32 logits before and after, the factor between them and its cube, which is kept
+        per_logit, before, at_gradient = 16, before + 4, at_gradient + 4
     per_logit += before if n < N else 0
     # the last: p and the logits' gradient, while the product with x is made
     chunk = max(per_logit * n * V, at_gradient * n * V + s * sizes.head)

@@ -37,8 +37,8 @@ def plan_lines(
         yield f"{key}{axis}: {_runs(len(cells))}, learning rates {' '.join(rates)}, seeds {' '.join(seeds)}"
         yield from (f"  {line}" for line in of_parameters(plan))
         needed = needed_memory(plan)
-        memory = "unknown for this model" if needed is None else f"{gib(needed.peak)} GiB of {gib(plan.room)}"
-        fits = "" if needed is None or needed.peak <= plan.room else ": does not fit, a smaller micro_batch may"
+        memory = f"{gib(needed.peak)} GiB of {gib(plan.room)}"
+        fits = "" if needed.peak <= plan.room else ": does not fit, a smaller micro_batch may"
         yield f"  memory of each {plan.device}: {memory}{fits}"
         training, evaluating = hours(plan, mfu)
         each = gpu_hours(plan, mfu)

@@ -16,10 +16,9 @@ from muown_train.build import make_model, make_optimizer, make_schedule
 from muown_train.config import check_overrides, check_trust, composed
 from muown_train.estimate import Memory, Pass, Sizes, largest_micro_batch, memory, optimizer_memory, sizes_of
 from muown_train.hardware import Gpu, gpu
-from muown_train.models.gpt import GPT
 from muown_train.models.language_model import LanguageModel
 from muown_train.optim import Combined, parameter_roles
-from muown_train.roofline import FRACTIONS, Update, update_time, work_of
+from muown_train.roofline import FRACTIONS, Update, update_time
 from muown_train.top_level import TopLevel, top_level
 
 # What is not tensors: CUDA's context and kernels, workspaces of cuBLAS and NCCL; and of the rest a part that the
@@ -34,7 +33,7 @@ class Plan:
     top: TopLevel
     model: LanguageModel
     optimizer: Combined
-    sizes: Sizes | None  # None where memory is not known: only that of GPT is
+    sizes: Sizes
     steps: int
     rows: int  # of an update on each rank
     how: Pass
@@ -72,9 +71,9 @@ def planned(overrides: list[str], device: str, ranks: int) -> Plan:
     batch = rows_per_update(top.batch_tokens, top.seq_len, top.micro_batch, ranks)
     with torch.device("meta"):  # sizes without numbers
         model = make_model(resolved, top)
-    sizes = sizes_of(model) if isinstance(model, GPT) else None
     steps, _ = make_schedule(resolved, top, model)
     how = Pass(top.micro_batch, top.seq_len, top.precision != "float32", compiled=top.compile)
+    sizes = sizes_of(model, how)
     optimizer = make_optimizer(resolved, model, top.trust)
     return Plan(top, model, optimizer, sizes, steps, batch // ranks, how, card, device, ranks)
 
@@ -94,10 +93,8 @@ def of_parameters(plan: Plan) -> Iterator[str]:
     yield f"{'bfloat16 autocast' if how.autocast else 'float32'}, {'' if how.compiled else 'not '}compiled"
 
 
-def needed_memory(plan: Plan) -> Memory | None:
-    """Of the rank that needs most; None for a model that is no GPT."""
-    if plan.sizes is None:
-        return None
+def needed_memory(plan: Plan) -> Memory:
+    """Of the rank that needs most."""
     state, step = max(optimizer_memory(plan.optimizer, plan.owners, "cuda", plan.how.width), key=sum)
     return memory(plan.sizes, plan.how, state, step)
 
@@ -105,11 +102,8 @@ def needed_memory(plan: Plan) -> Memory | None:
 def of_memory(plan: Plan) -> Iterator[str]:
     """The memory of the rank that needs most, and what would fit."""
     needed = needed_memory(plan)
-    if plan.sizes is None or needed is None:
-        yield f"\nmemory: known for GPT only, not for {type(plan.model).__name__}"
-        return
     yield f"\nmemory of a {plan.device}, GiB"
-    yield from lines_of(needed, plan.sizes, plan.owners)
+    yield from lines_of(needed, plan)
     fits = needed.peak <= plan.room
     yield (
         f"{'fits' if fits else 'does not fit'}: {gib(needed.peak)} at most, where tensors have "
@@ -124,15 +118,17 @@ def of_memory(plan: Plan) -> Iterator[str]:
         yield f"largest micro_batch that fits: {size}, with {gib(taken.peak)} at most"
 
 
-def lines_of(needed: Memory, sizes: Sizes, owners: int) -> Iterator[str]:
+def lines_of(needed: Memory, plan: Plan) -> Iterator[str]:
     """Each part of the memory, GiB, and what it is."""
-    spread = "replicated" if owners == 1 else f"the largest share of {owners} ranks"
+    sizes = plan.sizes
+    spread = "replicated" if plan.owners == 1 else f"the largest share of {plan.owners} ranks"
     again = f", {sizes.checkpointed} of {sizes.layers} blocks checkpointed" * bool(sizes.checkpointed)
+    traced = ", counted as if not compiled: it may be less" * (sizes.traced is not None and plan.how.compiled)
     rows = (
         ("weights", needed.weights, "float32"),
         ("gradients", needed.gradients, "float32"),
         ("optimizer state", needed.state, spread),
-        ("activations", needed.activations, f"kept for the backward pass{again}"),
+        ("activations", needed.activations, f"kept for the backward pass{again}{traced}"),
         ("head, loss, backward", needed.head, "besides those at most"),
         ("optimizer step", needed.step, "besides weights, gradients and state, when there are no activations"),
     )
@@ -142,8 +138,8 @@ def lines_of(needed: Memory, sizes: Sizes, owners: int) -> Iterator[str]:
 
 def parts_of_update(plan: Plan) -> Update:
     """Seconds of an update by the roofline."""
-    sent, work = 2 if plan.top.reduce_dtype == "bfloat16" else 4, work_of(plan.model)
-    return update_time(work, plan.how, plan.gpu, plan.optimizer, plan.ranks, plan.accumulation, plan.owners, sent)
+    sent = 2 if plan.top.reduce_dtype == "bfloat16" else 4
+    return update_time(plan.sizes, plan.how, plan.gpu, plan.optimizer, plan.ranks, plan.accumulation, plan.owners, sent)
 
 
 def seconds_of_update(plan: Plan, mfu: float | None) -> float:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from muown_train.estimate import FLOAT, Pass
+from muown_train.estimate import FLOAT, Pass, Sizes
 from muown_train.hardware import Gpu
-from muown_train.models.language_model import LanguageModel
-from muown_train.optim import Combined, Lion, Muon, Muown, parameter_roles
+from muown_train.optim import Combined, Lion, Muon, Muown
 from muown_train.optim.eager import Group
 from muown_train.optim.sharding import FLOPS_PER_BYTE, assign, update_cost
 
@@ -44,38 +43,6 @@ OTHER_STEP_BYTES = (28, 28)  # fused AdamW reads four numbers and writes three
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a model of any architecture has a GPU do, in numbers of its weights and widths."""
-
-    matrices: int  # weights of the blocks that multiply
-    head: int  # weights that make the logits: the embedding's, where it is tied
-    parameters: int
-    layers: int
-    dim: int  # of the residual stream, and of all heads of attention together
-    hidden: int  # of the MLP
-    vocab_size: int
-    checkpointed: int = 0  # of the layers, in a backward pass computed again
-
-
-def work_of(model: LanguageModel) -> Work:
-    """Count a model's work by the roles of its parameters; it may be on the meta device."""
-    roles = parameter_roles(model)
-    of: dict[str, list[Tensor]] = {"matrix": [], "embedding": [], "head": [], "vector": []}
-    for name, p in model.named_parameters():
-        of[roles[name].role].append(p)
-    return Work(
-        sum(p.numel() for p in of["matrix"]),
-        sum(p.numel() for p in of["head"] or of["embedding"]),
-        sum(p.numel() for p in model.parameters()),
-        model.layers,
-        model.dim,
-        max(p.shape[1] for p in of["matrix"]),  # what the MLP's last matrix takes in
-        model.vocab_size,
-        model.checkpointed,
-    )
-
-
-@dataclass(frozen=True)
 class Update:
     """Seconds of the parts of an update."""
 
@@ -91,7 +58,7 @@ class Update:
 
 
 def update_time(
-    work: Work,
+    sizes: Sizes,
     how: Pass,
     gpu: Gpu,
     optimizer: Combined,
@@ -110,15 +77,15 @@ def update_time(
     rate = gpu.flops if how.autocast else gpu.float32
     memory = gpu.bandwidth * FRACTIONS["memory"]
     tokens = how.tokens * accumulation
-    again = 1 + work.checkpointed / work.layers / 3  # a forward pass is a third
-    products = 6 * (work.matrices * again + work.head) * tokens
+    again = 1 + sizes.checkpointed / sizes.layers / 3  # a forward pass is a third
+    products = 6 * (sizes.matrices * again + sizes.head) * tokens
     # half of the pairs, as the mask wants; 2 products forward and 5 backward, 2 FLOP each
-    attention = 7 * how.seq_len * work.dim * work.layers * again * tokens
+    attention = 7 * how.seq_len * sizes.dim * sizes.layers * again * tokens
     of_dim, of_hidden = BLOCK_BYTES[how.compiled]
     wider = 1 if how.autocast else 1.5  # numbers of 4 bytes in place of some of 2
-    of_block = wider * (of_dim * work.dim + of_hidden * work.hidden)
-    moved = tokens * (work.layers * of_block * again + LOGIT_BYTES[how.compiled] * work.vocab_size)
-    moved += accumulation * WEIGHT_BYTES * (work.matrices + work.head) + CLIP_BYTES * work.parameters
+    of_block = wider * (of_dim * sizes.dim + of_hidden * sizes.hidden)
+    moved = tokens * (sizes.layers * of_block * again + LOGIT_BYTES[how.compiled] * sizes.vocab_size)
+    moved += accumulation * WEIGHT_BYTES * (sizes.matrices + sizes.head) + CLIP_BYTES * sizes.parameters
     # float32 has no tensor cores, nor FlashAttention: the two fractions are one there
     attained = FRACTIONS["attention"] if how.autocast else FRACTIONS["products"]
     return Update(
@@ -126,7 +93,7 @@ def update_time(
         attention / (rate * attained),
         moved / memory,
         _step(optimizer, gpu, owners, how),
-        _sent(work, gpu, ranks, owners, sent),
+        _sent(sizes, gpu, ranks, owners, sent),
     )
 
 
@@ -152,10 +119,10 @@ def _products(p: Tensor, group: Group) -> int:
     return update_cost(p, group) - FLOPS_PER_BYTE * p.numel() * p.element_size()
 
 
-def _sent(work: Work, gpu: Gpu, ranks: int, owners: int, sent: int) -> float:
+def _sent(sizes: Sizes, gpu: Gpu, ranks: int, owners: int, sent: int) -> float:
     """Seconds of an all-reduce of gradients, and of the broadcasts of a sharded optimizer; a ring of all ranks."""
     if ranks == 1:
         return 0.0
     link = gpu.link if ranks <= gpu.node else min(gpu.link, NETWORK * gpu.node)
-    gradients = 2 * (ranks - 1) / ranks * sent * work.parameters
-    return (gradients + (FLOAT * work.parameters if owners > 1 else 0)) / (link * FRACTIONS["link"])
+    gradients = 2 * (ranks - 1) / ranks * sent * sizes.parameters
+    return (gradients + (FLOAT * sizes.parameters if owners > 1 else 0)) / (link * FRACTIONS["link"])

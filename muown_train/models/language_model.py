@@ -17,6 +17,7 @@ class LanguageModel(nn.Module):
     layers: int  # blocks
     dim: int  # width of the residual stream, and of all heads of attention together
     checkpointed: int = 0  # blocks that keep only their input for the backward pass
+    softcap: float | None = None  # of the logits, see `cross_entropy.softcapped`
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
         """Logits (B, T, vocab_size), or with targets (B, T) the summed cross-entropy in nats, a float32 scalar.

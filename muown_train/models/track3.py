@@ -19,7 +19,6 @@ from muown_train.models.kv_cache import KeyValueCache, attention_after
 from muown_train.models.language_model import LanguageModel, check_sizes
 
 ATTENTION_SCALE = 0.12  # of q k^T, in place of 1 / sqrt(128) = 0.088
-SOFTCAP = 15.0
 LOWEST_FREQUENCY = 1 / 1024  # radians per token, of the half of each head that is rotated
 NORM_EPS = torch.finfo(torch.float32).eps  # torch's own default
 
@@ -108,6 +107,8 @@ class Track3(LanguageModel):
         ValueError: a size below 1, or a width that does not split into such heads.
     """
 
+    softcap = 15.0
+
     def __init__(
         self, vocab_size: int = 50304, layers: int = 12, dim: int = 768, heads: int = 6, seq_len: int = 1024
     ) -> None:
@@ -158,8 +159,8 @@ class Track3(LanguageModel):
             x = block(x, cos, sin, cache)
         x = self.norm(x)
         if targets is None:
-            return softcapped(self.head(x).float(), SOFTCAP)
-        return linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), self.head.bias, SOFTCAP)
+            return softcapped(self.head(x).float(), self.softcap)
+        return linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), self.head.bias, self.softcap)
 
     def flops_per_token(self) -> float:
         multiplying = sum(p.numel() for p in self.parameters() if p.ndim == 2) - self.embedding.weight.numel()
