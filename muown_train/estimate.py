@@ -12,7 +12,7 @@ All sizes are in bytes. N = rows T tokens of a micro-batch, s = 2 bytes under au
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -221,27 +221,30 @@ def micro_batch(sizes: Sizes, how: Pass, gradients: bool = True) -> int:
     return most
 
 
-def memory(sizes: Sizes, how: Pass, state: int, step: int) -> Memory:
-    """What a rank needs.
+def memory(sizes: Sizes, how: Pass, of_ranks: Iterable[tuple[int, int]]) -> Memory:
+    """What the rank needs that needs most.
 
     Args:
-        state, step: of the optimizer, see `optimizer_memory`.
+        of_ranks: what each takes for the optimizer, see `optimizer_memory`.
     """
     gradients = FLOAT * sizes.parameters
     kept = activations(sizes, how)
     # at the head, or in the backward pass where that needs more, as with checkpointed blocks
     taken = micro_batch(sizes, how) - FLOAT * sizes.parameters - kept
-    return Memory(gradients, gradients, state, kept, taken, step)
+    each = (Memory(gradients, gradients, state, kept, taken, step) for state, step in of_ranks)
+    return max(each, key=lambda memory: memory.peak)
 
 
-def largest_micro_batch(sizes: Sizes, how: Pass, rows: int, room: int, **rest: int) -> tuple[int, Memory] | None:
+def largest_micro_batch(
+    sizes: Sizes, how: Pass, rows: int, room: int, of_ranks: Sequence[tuple[int, int]]
+) -> tuple[int, Memory] | None:
     """The most rows of a micro-batch that fit, and what they take; None where not even one does.
 
     Args:
-        rows: of an update on a rank, which micro-batches divide; room: bytes there are; rest: of `memory`.
+        rows: of an update on a rank, which micro-batches divide; room: bytes there are; of_ranks: see `memory`.
     """
     for size in sorted((size for size in range(1, rows + 1) if rows % size == 0), reverse=True):
-        needed = memory(sizes, replace(how, rows=size), **rest)
+        needed = memory(sizes, replace(how, rows=size), of_ranks)
         if needed.peak <= room:
             return size, needed
     return None

@@ -95,8 +95,11 @@ def of_parameters(plan: Plan) -> Iterator[str]:
 
 def needed_memory(plan: Plan) -> Memory:
     """Of the rank that needs most."""
-    state, step = max(optimizer_memory(plan.optimizer, plan.owners, "cuda", plan.how.width), key=sum)
-    return memory(plan.sizes, plan.how, state, step)
+    return memory(plan.sizes, plan.how, _of_ranks(plan))
+
+
+def _of_ranks(plan: Plan) -> list[tuple[int, int]]:
+    return optimizer_memory(plan.optimizer, plan.owners, "cuda", plan.how.width)
 
 
 def of_memory(plan: Plan) -> Iterator[str]:
@@ -109,8 +112,7 @@ def of_memory(plan: Plan) -> Iterator[str]:
         f"{'fits' if fits else 'does not fit'}: {gib(needed.peak)} at most, where tensors have "
         f"{gib(plan.room)} of {gib(plan.gpu.memory)}"
     )
-    rest = {"state": needed.state, "step": needed.step}
-    found = largest_micro_batch(plan.sizes, plan.how, plan.rows, plan.room, **rest)
+    found = largest_micro_batch(plan.sizes, plan.how, plan.rows, plan.room, _of_ranks(plan))
     if found is None:
         yield "not even micro_batch=1 fits: more ranks, more blocks in model.checkpointed or a smaller model need less"
     else:

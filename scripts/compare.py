@@ -1,7 +1,8 @@
 """Runs side by side: `python scripts/compare.py runs/*`.
 
-Runs that differ in nothing but seed, name, place, tracking and time limit are one line, with mean and standard
-deviation. Prints final numbers (as many columns as fit) and what differs in the configurations, and writes
+Runs that differ in the seed alone, or in what changes no result (such as name, tracking, workers, shard_optimizer),
+are one line, with mean and standard deviation. Prints final numbers (as many columns as fit) and what differs in the
+configurations, and writes
 
     compare.md    the same, and every run
     compare.csv   a line for each run, unrounded

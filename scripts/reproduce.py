@@ -56,6 +56,13 @@ DEFAULTS: dict[str, Any] = {
     "mfu": None,
     "page": None,
 }
+ONLY = {  # of the keys those that are for some actions
+    "jobs": ("run", "submit"),
+    "ranks": ("run", "plan"),
+    "device": ("plan",),
+    "mfu": ("plan",),
+    "page": ("report",),
+}
 
 
 def settings(words: list[str]) -> tuple[dict[str, Any], list[str], list[str]]:
@@ -80,6 +87,12 @@ def settings(words: list[str]) -> tuple[dict[str, Any], list[str], list[str]]:
     if own["action"] not in ACTIONS:
         near = nearest(str(own["action"]), ACTIONS)
         raise ValueError(f"there is no action={own['action']}{near}; there are {', '.join(ACTIONS)}")
+    for key, actions in ONLY.items():
+        if own[key] is not None and own["action"] not in (*actions, "list"):
+            hint = "; for submit sbatch's flags say it, such as --nodes=2" * (
+                key == "ranks" and own["action"] == "submit"
+            )
+            raise ValueError(f"{key}={own[key]} is for {' and '.join(f'action={name}' for name in actions)}{hint}")
     if flags and own["action"] != "submit":
         raise ValueError(f"{flags[0]} is for sbatch, with action=submit; settings are key=value without dashes")
     for key in ("jobs", "points", "seeds", "ranks"):
@@ -112,7 +125,7 @@ def plan(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) ->
     if device is None:
         raise ValueError(f"experiment={experiment.name} is for a CPU: a plan needs device=, such as device=H100-80GB")
     ranks = own["ranks"] or (1 if experiment.scale or not gpus else gpus.ranks)
-    for line in plan_lines(experiment, found, device, ranks, own["mfu"] or (gpus and gpus.mfu)):
+    for line in plan_lines(experiment, found, device, ranks, own["mfu"]):
         print(line, flush=True)
     return 0
 
@@ -130,7 +143,11 @@ def run(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) -> 
             return 0
     import torch
 
+    from muown_train.batch import rows_per_update
+
     ranks = own["ranks"] or 1
+    for each in wanted:  # an error now, not in the run's log
+        rows_per_update(*(each.cell.config[key] for key in ("batch_tokens", "seq_len", "micro_batch")), ranks)
     logs = Path(own["out"]) / experiment.folder / "logs"
     launcher = Launcher(logs, own["jobs"] or 1, ranks, torch.cuda.device_count())
     status = launcher.run([training(each, ranks) for each in wanted]) if wanted else 0

@@ -179,13 +179,13 @@ def test_memory_of_a_rank_and_the_largest_micro_batch():
     how = Pass(32, 1024, True)
     with torch.device("meta"):
         sizes = sizes_of(GPT(50280, 12, 768, 12, 1024), how)
-    alone = memory(sizes, how, state=10, step=20)
+    alone = memory(sizes, how, [(10, 20), (0, 2000)])
     assert alone.weights == alone.gradients == 4 * 123_568_896 and alone.state == 10
     assert alone.peak == 10 + 2 * alone.weights + alone.activations + alone.head
 
-    rest = {"state": 10, "step": 20}
-    assert largest_micro_batch(sizes, how, 512, alone.peak, **rest) == (32, alone)
-    assert largest_micro_batch(sizes, how, 512, alone.peak - 1, **rest)[0] == 16
-    assert largest_micro_batch(sizes, how, 512, 2**30, **rest) is None
+    rest = [(10, 20)]
+    assert largest_micro_batch(sizes, how, 512, alone.peak, rest) == (32, alone)
+    assert largest_micro_batch(sizes, how, 512, alone.peak - 1, rest)[0] == 16
+    assert largest_micro_batch(sizes, how, 512, 2**30, rest) is None
     again = replace(sizes, checkpointed=12)
-    assert largest_micro_batch(again, how, 512, alone.peak, **rest)[0] > 32
+    assert largest_micro_batch(again, how, 512, alone.peak, rest)[0] > 32

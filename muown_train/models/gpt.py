@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from muown_train.models.attention import causal_attention
 from muown_train.models.cross_entropy import linear_cross_entropy
 from muown_train.models.kv_cache import KeyValueCache, attention_after
-from muown_train.models.language_model import LanguageModel, check_heads, check_sizes
+from muown_train.models.language_model import LanguageModel, check_heads, check_positive, check_sizes
 
 
 def mlp_hidden_size(dim: int, multiple: int = 256) -> int:
@@ -108,7 +108,8 @@ class GPT(LanguageModel):
             divided by sqrt(2 layers)); gains are one.
 
     Raises:
-        ValueError: a size below 1, a width that the heads do not divide, or more blocks checkpointed than there are.
+        ValueError: a size below 1, a number that is not above 0, a width that the heads do not divide, or more blocks
+            checkpointed than there are.
     """
 
     def __init__(
@@ -130,8 +131,7 @@ class GPT(LanguageModel):
         check_heads(dim, heads)
         if isinstance(checkpointed, bool) or not isinstance(checkpointed, int) or not 0 <= checkpointed <= layers:
             raise ValueError(f"model.checkpointed={checkpointed!r} must be a whole number of blocks, 0 to {layers}")
-        if not (not isinstance(init_std, bool) and isinstance(init_std, int | float) and 0 < init_std < math.inf):
-            raise ValueError(f"model.init_std={init_std!r} must be above 0")
+        check_positive(rope_base=rope_base, norm_eps=norm_eps, init_std=init_std)
         self.checkpointed, self.init_std = checkpointed, init_std
         self.vocab_size, self.layers, self.dim, self.seq_len = vocab_size, layers, dim, seq_len
         self.embedding = nn.Embedding(vocab_size, dim)

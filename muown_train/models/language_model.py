@@ -1,5 +1,7 @@
 """What the trainer and the builder ask of a model, whatever its architecture."""
 
+import math
+
 from torch import Tensor, nn
 
 from muown_train.models.kv_cache import KeyValueCache
@@ -52,6 +54,17 @@ def check_sizes(**sizes: object) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"model.{name}={size!r} must be a positive integer")
+
+
+def check_positive(**numbers: object) -> None:
+    """Refuse numbers of a model that are not above 0 and finite.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
+            raise ValueError(f"model.{name}={number!r} must be above 0")
 
 
 def check_heads(dim: int, heads: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from muown_train.models.attention import causal_attention
 from muown_train.models.cross_entropy import linear_cross_entropy
 from muown_train.models.kv_cache import KeyValueCache, attention_after
-from muown_train.models.language_model import LanguageModel, check_heads, check_sizes
+from muown_train.models.language_model import LanguageModel, check_heads, check_positive, check_sizes
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, Qwen2Config, Qwen2ForCausalLM
@@ -52,7 +52,7 @@ class Qwen2(LanguageModel):
         init_std: deviation of embeddings and matrices at first; biases are zero, gains one.
 
     Raises:
-        ValueError: a size below 1, or heads that do not divide.
+        ValueError: a size below 1, a number that is not above 0, or heads that do not divide.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Qwen2(LanguageModel):
         check_sizes(vocab_size=vocab_size, layers=layers, dim=dim, heads=heads, kv_heads=kv_heads)
         check_sizes(mlp_hidden=mlp_hidden, seq_len=seq_len)
         check_heads(dim, heads)
+        check_positive(rope_base=rope_base, norm_eps=norm_eps, init_std=init_std)
         if heads % kv_heads:
             raise ValueError(f"model.kv_heads={kv_heads} must divide model.heads={heads}")
         self.vocab_size, self.layers, self.dim, self.seq_len = vocab_size, layers, dim, seq_len

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from muown_train.models.cross_entropy import linear_cross_entropy
 from muown_train.models.gpt import Attention, rotary_table
 from muown_train.models.kv_cache import KeyValueCache
-from muown_train.models.language_model import LanguageModel, check_sizes
+from muown_train.models.language_model import LanguageModel, check_positive, check_sizes
 
 
 class MLP(nn.Module):
@@ -61,7 +61,8 @@ class Speedrun(LanguageModel):
         rope_base, norm_eps: as in the record.
 
     Raises:
-        ValueError: a size below 1, heads of odd size, or a width that is no multiple of them.
+        ValueError: a size below 1, a number that is not above 0, heads of odd size, or a width that is no multiple of
+            them.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Speedrun(LanguageModel):
     ) -> None:
         super().__init__()
         check_sizes(vocab_size=vocab_size, layers=layers, dim=dim, seq_len=seq_len, head_dim=head_dim)
+        check_positive(rope_base=rope_base, norm_eps=norm_eps)
         if dim % head_dim or head_dim % 2:
             raise ValueError(f"model.dim={dim} must be a multiple of model.head_dim={head_dim}, which must be even")
         self.vocab_size, self.layers, self.dim, self.seq_len = vocab_size, layers, dim, seq_len

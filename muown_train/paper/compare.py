@@ -61,7 +61,7 @@ class Comparison:
             with_deviation(training, 4),
             spanned([run.step for run in runs], ",d"),
             " to ".join(dict.fromkeys((amount(tokens[0]), amount(tokens[-1])))),
-            _mean([run.tokens_per_second for run in runs], ",.0f"),
+            _mean([run.tokens_per_second for run in finished], ",.0f"),
             spanned([run.largest_lr for run in runs], ".3g"),
             runs[0].state if len({run.state for run in runs}) == 1 else states(runs),
         ]
@@ -107,6 +107,8 @@ class Comparison:
             twice = [str(seed) for seed, count in Counter(str(run.seed) for run in group.runs).items() if count > 1]
             if twice:
                 notes.append(f"{label}: several runs of seed {', '.join(twice)}, whose deviation is none over seeds.")
+        if len({run.device for group in self.groups for run in group.runs} - {None}) > 1:
+            notes.append("The runs were trained on different machines: times and tokens/s do not compare them.")
         if any(key.startswith("data (") for key in self.differing):
             notes.append("The runs did not have the same data: their losses may be of different texts.")
         return notes

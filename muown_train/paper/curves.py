@@ -48,7 +48,7 @@ def plot_losses(lines: Sequence[Line], path: Path, title: str, unigram: float | 
 
 
 def plot_comparison(groups: Sequence[Group], words: Sequence[Sequence[str]], paths: Sequence[Path]) -> None:
-    """Validation and training loss of settings against tokens and wall time.
+    """Validation and training loss of settings against tokens and, if one kind of machine has trained all, wall time.
 
     The legend is beside the axes, or where its entries were long below them, a table with a column for each setting.
 
@@ -67,24 +67,24 @@ def plot_comparison(groups: Sequence[Group], words: Sequence[Sequence[str]], pat
     lines = sum(1 + entry.count("\n") for entry in entries)
     height = max(5.2, 0.3 + 0.17 * lines) if beside else 5.2
     unit, unit_name = style.time_unit(max(run.last("time") or 0.0 for group in groups for run in group.runs))
-    with style.new_figure(9, height) as figure:
-        axes = figure.subplots(2, 2, sharey="row", sharex="col")
+    columns = {"tokens": 1.0} if _machines(groups) > 1 else {"tokens": 1.0, "time": unit}
+    with style.new_figure(3 + 3 * len(columns), height) as figure:
+        axes = figure.subplots(2, len(columns), sharey="row", sharex="col", squeeze=False)
         for row, (what, curve) in zip(axes, _CURVES.items(), strict=True):
             single = what == "validation" and len(groups) <= _CROWDED
             _frame(row[0], groups, curve)
-            for column, against, scale in zip(row, ("tokens", "time"), (1.0, unit), strict=True):
+            for column, (against, scale) in zip(row, columns.items(), strict=True):
                 for group, look in zip(groups, looks, strict=True):
                     _draw(column, group, curve, against, scale, look, single)
             row[0].set_ylabel(f"{what} {LOSS}")
-        axes[0, 0].set_title("against tokens")
-        axes[0, 1].set_title("against time")
-        style.count_axis(axes[1, 0], "tokens", _least(groups, "tokens", 1.0))
-        label = f"{unit_name} of training, without evaluation and saving"
-        style.count_axis(axes[1, 1], label, _least(groups, "time", unit))
+        labels = {"tokens": "tokens", "time": f"{unit_name} of training, without evaluation and saving"}
+        for title, below, (against, scale) in zip(*axes, columns.items(), strict=True):
+            title.set_title(f"against {against}")
+            style.count_axis(below, labels[against], _least(groups, against, scale))
         if beside:
             handles = [axes[0, 0].plot([], [], label=e, **look)[0] for e, look in zip(entries, looks, strict=True)]
             figure.legend(handles=handles, loc="outside right upper", handlelength=3.5)
-            figure.supxlabel(caption(groups), x=0.01, ha="left", fontsize=6.5, color="0.35")
+            style.caption(figure, caption(groups))
         else:
             style.table_below(figure, entries, looks, caption(groups))
         style.save(figure, paths)
@@ -98,6 +98,8 @@ def caption(groups: Sequence[Group]) -> str:
     if any(run.state == "diverged" for group in groups for run in group.runs):
         parts.append("Cross: diverged.")
     parts.append(f"The first {_EARLY:.0%} of a run may lie above the frame.")
+    if _machines(groups) > 1:
+        parts.append("Not against time: the runs were trained on different machines.")
     return " ".join(parts)
 
 
@@ -128,6 +130,11 @@ def _draw(
         x, y = mean_curve(averaged, curve, against)
         # markers at tenths of the line tell lines apart without hiding them
         axes.plot(x / scale, y, linewidth=1.2, markevery=max(1, len(x) // 10), **look)
+
+
+def _machines(groups: Sequence[Group]) -> int:
+    """How many kinds have trained runs, as far as is known."""
+    return len({run.device for group in groups for run in group.runs} - {None})
 
 
 def _averaged(group: Group) -> Sequence[RunRecord]:

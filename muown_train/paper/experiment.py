@@ -11,7 +11,7 @@ node says which runs there are and what the paper reports of them:
     quantity    of its tables: perplexity (default), loss or step_time
     measure     what scripts/analyze.py measures of the runs that are done: words, the run's folder left out
     same        settings that a run must share to count, besides those that define a run: what it measures, or keeps
-    gpus        {paper: what it says, device, ranks, mfu (null: by the roofline)}, for gpu_hours; none: for a CPU
+    gpus        {paper: what it says, device, ranks}, for gpu_hours; none: for a CPU
     gpu_hours   of all runs, as `scripts/reproduce.py action=plan` estimates them
     paper       KEY: for each lr what the paper reports: mean, [mean, deviation], diverged, or null
 
@@ -64,7 +64,6 @@ class Gpus:
     paper: str | None
     device: str
     ranks: int
-    mfu: float | None
 
 
 @dataclass(frozen=True)
@@ -246,7 +245,7 @@ def _read(name: str, sentence: str, node: dict[str, Any]) -> Experiment:
         quantity,
         _texts("measure", node.get("measure", [])),
         _texts("same", node.get("same", [])),
-        Gpus(gpus["paper"], gpus["device"], gpus["ranks"], gpus.get("mfu")) if gpus else None,
+        Gpus(gpus["paper"], gpus["device"], gpus["ranks"]) if gpus else None,
         node["gpu_hours"] if gpus else None,
         _of_paper(node.get("paper") or {}, series),
     )

@@ -52,8 +52,7 @@ def plot_rates(report: "Report", paths: Sequence[Path]) -> bool:
         if report.comparable:
             handles += row[0].plot([], [], color="0.35", linestyle=":", label="the paper's")
         figure.legend(handles=handles, loc="outside right upper", handlelength=3.0)
-        caption = style.name(_caption(report, row[0].get_ylim()[1]), round(21 * figure.get_figwidth()))
-        figure.supxlabel(caption, x=0.01, ha="left", fontsize=6.5, color="0.35")
+        style.caption(figure, _caption(report, row[0].get_ylim()[1]))
         style.save(figure, paths)
     return True
 
@@ -153,7 +152,7 @@ def _draw(axes: "Axes", results: Sequence["Result"], look: dict[str, Any], with_
         if any(low != high for low, high in zip(least, largest, strict=True)):
             axes.fill_between(rates, least, largest, color=look["color"], alpha=0.18, linewidth=0)
     above = [each.lr for each in results if _above(each, edge)]
-    lost = [each.lr for each in results if each.diverged]
+    lost = [each.lr for each in results if each.count("diverged")]
     for at, marker, size in ((above, "^", 4), (lost, "x", 6)):
         if at:
             axes.plot(at, [edge] * len(at), marker, color=look["color"], markersize=size, clip_on=False)
@@ -168,7 +167,9 @@ def _caption(report: "Report", edge: float) -> str:
     """What is not plain from the figure: of spans and marks those that it has."""
     parts = ["Mean over seeds, shaded from the lowest to the highest."] * any(len(r.runs) > 1 for r in report.results)
     parts += ["Triangle at the upper edge: above the frame."] * any(_above(result, edge) for result in report.results)
-    parts += ["Cross: diverged."] * any(result.diverged for result in report.results)
+    if any(result.count("diverged") for result in report.results):
+        survivors = any(result.count("diverged") and result.values for result in report.results)
+        parts.append("Cross: diverged" + "; a mean there is over the other seeds." * survivors + "." * (not survivors))
     return " ".join(parts)
 
 

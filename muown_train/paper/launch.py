@@ -10,16 +10,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from muown_train.console import duration
 from muown_train.paper.progress import Found, in_use, shown
-from muown_train.records import read_metrics
+from muown_train.paper.runs import NoRun, read_run
 from muown_train.status import read_status
 
 STOPPED = 130
+_ASKED = (STOPPED, 128 + signal.SIGTERM, -signal.SIGTERM)  # how a process ends that was asked to before it was ready
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -45,20 +47,23 @@ def training(found: Found, ranks: int = 1) -> "Task":
 
     def at() -> str:
         """How far it is: its last update, of those that it will make, and the loss, of validation at the end."""
-        path = folder / "metrics.jsonl"
-        lines = read_metrics(path, last=20_000) if path.exists() else []
-        step = lines[-1]["step"] if lines else 0
-        steps = read_status(folder).get("steps")
-        key = "valid/loss" if step == steps else "train/loss"
-        loss = next((line[key] for line in reversed(lines) if key in line), None)
-        at = f"step {step:,}/{steps:,}" if steps else "starting"
-        return at + (f"  {key.replace('valid/', 'validation ').replace('train/', '')} {loss:.4f}" if loss else "")
+        try:
+            run = read_run(folder)
+        except NoRun:
+            return "starting"
+        key, called = ("valid/loss", "validation loss") if run.step == run.steps else ("train/loss", "loss")
+        loss = run.last(key)
+        at = f"step {run.step:,}/{run.steps:,}" if run.steps else "starting"
+        return at + ("" if loss is None else f"  {called} {loss:.4f}")
 
     def end() -> str:
         return f"{shown(str(read_status(folder).get('state')))}  {at()}"
 
+    def stopped() -> bool:
+        return read_status(folder).get("state") in ("stopped", None)  # None: nothing to save yet
+
     begins = "goes on" if found.run and found.run.step else "begins"
-    return Task(found.cell.name, folder.name, command(found, ranks), begins, at, end, lambda: in_use(folder))
+    return Task(found.cell.name, folder.name, command(found, ranks), begins, at, end, lambda: in_use(folder), stopped)
 
 
 def line_of(found: Found) -> str:
@@ -77,6 +82,7 @@ class Task:
     at: Callable[[], str]  # how far it is
     end: Callable[[], str]  # what it came to
     taken: Callable[[], bool] = lambda: False  # whether another process does it by now: it is left to that one
+    stopped: Callable[[], bool] = lambda: True  # whether it has, with nothing lost, when it was asked to
 
 
 @dataclass
@@ -145,7 +151,9 @@ class Launcher:
         for name, reason in self.failed:
             self.say(f"failed: {name}: {reason}")
         if self.stopping:
-            saved = "runs were killed, and go on from what they had saved" if self.killed else "all runs have saved"
+            saved = "all other runs have saved" if self.failed else "all runs have saved"
+            if self.killed:
+                saved = "runs were killed, and go on from what they had saved"
             self.say(f"{self.stopping}: {saved}; the same command goes on")
             return STOPPED
         return 1 if self.failed else 0
@@ -189,7 +197,7 @@ class Launcher:
             self.say(f"{name}  {job.task.end()}  in {duration(time.monotonic() - job.began)}; {left}")
             return
         reason = f"status {status}, {_last_words(self.logs / f'{job.task.log}.log')}"
-        if self.stopping:  # asked before it could say that it is stopped
+        if self.stopping and (self.killed or status in _ASKED or job.task.stopped()):
             self.say(f"{name}  stopped  {job.task.at()}")
             return
         self.failed.append((name, reason))
@@ -200,9 +208,24 @@ class Launcher:
         self.killed |= self.stopping is not None and number == signal.SIGINT
         self.stopping = signal.Signals(number).name
         for job in self.running:
-            job.process.send_signal(signal.SIGKILL if self.killed else signal.SIGTERM)
+            if self.killed:
+                _kill(job.process)
+            else:
+                job.process.terminate()
         doing = "ending" if self.killed else "stopping after this update and saving"
         os.write(2, f"{self.stopping}: {doing}\n".encode())
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """With its ranks, if it is torchrun: they have sessions of their own, and would go on."""
+    try:
+        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    except OSError:  # no such file on this system, or it is gone
+        ranks = []
+    process.kill()
+    for pid in map(int, ranks):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _visible(gpus: int) -> list[str]:

@@ -70,7 +70,7 @@ def plot_singular_values(report: "Report", paths: Sequence[Path]) -> bool:
         axes[0, 0].set_ylabel("density")
         axes[1, 0].set_ylabel("singular value")
         _legend(figure, axes[0, 0], lines, looks, markers=False)
-        _caption(figure, f"Block {block + 1}, after the last update that was measured.")
+        style.caption(figure, f"Block {block + 1}, after the last update that was measured.")
         style.save(figure, paths)
     return True
 
@@ -100,7 +100,7 @@ def plot_noise(report: "Report", paths: Sequence[Path]) -> bool:
         for axes in (left, right):
             style.count_axis(axes, "update")
         figure.legend(loc="outside right upper", handlelength=3.0)
-        _caption(figure, "Lines: medians over matrices; shaded: from the lower to the upper quartile.")
+        style.caption(figure, "Lines: medians over matrices; shaded: from the lower to the upper quartile.")
         style.save(figure, paths)
     return True
 
@@ -127,7 +127,8 @@ def plot_step_times(report: "Report", paths: Sequence[Path]) -> bool:
         axes.invert_yaxis()
         axes.margins(y=0.2)
         axes.set_xlabel("seconds an update")
-        _caption(figure, "Circle: median, with quartiles." + " Open square: the paper's median." * report.comparable)
+        paper = " Open square: the paper's median." * report.comparable
+        style.caption(figure, f"Circle: median, with quartiles.{paper}")
         style.save(figure, paths)
     return True
 
@@ -179,7 +180,7 @@ def _grid(
             panel.locator_params(axis="x", nbins=3)
         _legend(figure, axes[0, 0], lines, looks)
         of_all = rows[0][1] is None and any(len(line.layers()) > 1 or len(line.runs) > 1 for line in lines)
-        _caption(figure, "Lines: medians over layers and seeds; shaded: from the least to the largest." * of_all)
+        style.caption(figure, "Lines: medians over layers and seeds; shaded: from the least to the largest." * of_all)
         style.save(figure, paths)
     return True
 
@@ -203,10 +204,6 @@ def _legend(
         look = look if markers else {key: value for key, value in look.items() if key != "marker"}
         handles += axes.plot([], [], label=style.name(line.label, 22), **look)
     figure.legend(handles=handles, loc="outside right upper", handlelength=3.0)
-
-
-def _caption(figure: "Figure", text: str) -> None:
-    figure.supxlabel(style.name(text, round(21 * figure.get_figwidth())), x=0.01, ha="left", fontsize=6.5, color="0.35")
 
 
 FIGURES: dict[str, dict[str, Callable[["Report", Sequence[Path]], bool]]] = {

@@ -7,7 +7,6 @@ parameter keeps its ratio to 20.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -34,13 +33,13 @@ class Scale:
 
 # tiny: seconds a run, to see that all goes through. small: minutes a run on a CPU, to see an effect.
 SCALES = {
-    "tiny": Scale(2, 16, 64, 1024, 16, 30, 4096, 3),
-    "small": Scale(4, 16, 256, 8192, 32, None, 262_144, 10),
+    "tiny": Scale(2, 16, 64, 1024, 4, 30, 4096, 3),
+    "small": Scale(4, 16, 256, 8192, 8, None, 262_144, 10),
 }
 
 
 def scaled(scale: Scale, overrides: Sequence[str], further: Sequence[str] = ()) -> list[str]:
-    """Overrides of a run as it is small, these among them; `data=stdlib` unless `further` chooses data.
+    """Overrides of a run as it is small, these among them; `data=stdlib` unless `further` says something of data.
 
     Args:
         overrides: of the run as it is, without two of one key.
@@ -50,12 +49,9 @@ def scaled(scale: Scale, overrides: Sequence[str], further: Sequence[str] = ()) 
         ValueError: the model is of a kind that cannot be shrunk here.
     """
     words = [word for word in overrides if word.partition("=")[0] != "data"]
-    stdlib = not any(override.key_or_group == "data" for override in parsed(further))
-    if stdlib:
+    if not any(override.key_or_group.partition(".")[0] == "data" for override in parsed(further)):
         words.append("data=stdlib")
     config: dict[str, Any] = OmegaConf.to_container(composed(words), resolve=True)  # type: ignore[assignment]
-    if stdlib:  # without what the experiment's file sets of data of its own
-        words += [f"~data.{key}" for key in config["data"] if key not in _stdlib()]
     small = _model(config["model"], scale)
     steps = scale.updates
     if steps is None:
@@ -82,12 +78,6 @@ def scaled(scale: Scale, overrides: Sequence[str], further: Sequence[str] = ()) 
     values = [f"{key}={'null' if value is None else str(value).lower()}" for key, value in plain.items()]
     own = {word.partition("=")[0].lstrip("+") for word in (*sizes, *values)}
     return [*(word for word in words if word.partition("=")[0].lstrip("+") not in own), *sizes, *values]
-
-
-@cache
-def _stdlib() -> frozenset[str]:
-    """The settings of data=stdlib."""
-    return frozenset(map(str, composed(["data=stdlib"]).data))
 
 
 def _model(model: Mapping[str, Any], scale: Scale) -> dict[str, int]:

@@ -173,10 +173,15 @@ def table_below(figure: "Figure", entries: Sequence[str], looks: Sequence[dict[s
     )
 
 
+def caption(figure: "Figure", text: str) -> None:
+    """A small line below the axes, broken to the figure's width."""
+    figure.supxlabel(name(text, round(21 * figure.get_figwidth())), x=0.01, ha="left", fontsize=6.5, color="0.35")
+
+
 def amount(value: float) -> str:
     """500 -> "500", 2.5e6 -> "2.5M", 1e10 -> "10B"."""
     for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= unit:
+        if abs(value) >= 0.9995 * unit:  # which has its three digits in the next unit
             return f"{value / unit:.3g}{letter}"
     return f"{value:.3g}"
 

@@ -1,5 +1,6 @@
 """What holds for every architecture."""
 
+import math
 from functools import partial
 
 import pytest
@@ -27,6 +28,21 @@ def test_no_token_sees_a_later_one(small):
         before, after = model(ids), model(changed)
     torch.testing.assert_close(before[:, :12], after[:, :12])
     assert not torch.allclose(before[:, 12:], after[:, 12:])
+
+
+@pytest.mark.parametrize("value", [0, -0.02, math.inf, math.nan, "0.02"])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        (name, key)
+        for name in SMALL
+        for key in ("init_std", "rope_base", "norm_eps")
+        if (name, key) != ("speedrun", "init_std") and name != "track3"
+    ],
+)
+def test_numbers_that_cannot_be(name, key, value):
+    with pytest.raises(ValueError, match=f"model.{key}={value!r} must be above 0"):
+        SMALL[name](**{key: value})
 
 
 @every_model

@@ -164,6 +164,18 @@ def test_the_figure_shows_the_numbers(runs, tmp_path, monkeypatch):
     )
 
 
+def test_runs_of_several_machines_are_not_drawn_against_time(runs, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(style, "save", lambda figure, paths: drawn.append(figure))
+    records = [read_run(folder) for folder in sorted(runs.iterdir())]
+    records[0].manifest["device"] = "another device"
+    comparison = compare(records)
+    curves.plot_comparison(comparison.groups, comparison.words, [])
+    assert [axes.get_title() for axes in drawn[0].axes] == ["against tokens", ""]
+    assert any("different machines" in note for note in comparison.notes())
+    assert "different machines" in curves.caption(comparison.groups)
+
+
 def test_budgets_far_apart_are_drawn_on_a_logarithmic_axis(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(style, "save", lambda figure, paths: (figure.canvas.draw(), drawn.append(figure)))
@@ -244,7 +256,9 @@ def test_cells():
     assert [spanned(values, ",d") for values in ([], [None, 5], [1000, 7])] == ["—", "5", "7 to 1,000"]
     assert Table("T", ["a", "b"], [["x|y", "1"]]).markdown() == "## T\n\n| a | b |\n| --- | ---: |\n| x\\|y | 1 |\n"
     assert csv_text([{"a": 'x,"y"', "b": None}]) == 'a,b\n"x,""y""",\n'
-    assert [style.amount(n) for n in (0, 500, 79872, 2.5e6, 1e10)] == ["0", "500", "79.9k", "2.5M", "10B"]
+    assert [style.amount(n) for n in (0, 500, 79872, 2.5e6, 999.4e6, 999_817_216, 1e10)] == [
+        "0", "500", "79.9k", "2.5M", "999M", "1B", "10B"
+    ]  # fmt: skip
     assert [style.time_unit(s)[1] for s in (30, 300, 8000)] == ["seconds", "minutes", "hours"]
 
 

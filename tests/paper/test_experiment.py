@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from matplotlib.figure import Figure
 
 from muown_train.build import make_model, make_optimizer, make_schedule
-from muown_train.config import composed
+from muown_train.config import check_overrides, composed
 from muown_train.experiment_plan import gpu_hours, plans
 from muown_train.paper import experiment as experiments
+from muown_train.paper import experiment_figures
 from muown_train.paper.experiment import evenly, load_experiment, names
 from muown_train.paper.experiment_report import report
 from muown_train.paper.progress import progress, same_settings, summary
@@ -101,6 +103,7 @@ def test_runs_of_our_own_are_other_runs_in_small_too(name, tmp_path):
     cells = experiment.cells()
     assert len(progress(experiment, cells, str(tmp_path))) == OURS[name][0]
     for cell in {cell.series.key: cell for cell in cells}.values():
+        check_overrides(cell.overrides)  # or no command could train it
         assert cell.config["data"] == composed([*cell.overrides]).data == composed(["data=stdlib"]).data
 
 
@@ -190,7 +193,7 @@ def test_grids_and_numbers_are_the_papers():
 def test_the_expected_gpu_hours(name):
     experiment = load_experiment(name)
     found = plans(experiment.cells(), experiment.gpus.device, experiment.gpus.ranks).values()
-    hours = sum(gpu_hours(plan, experiment.gpus.mfu) * len(cells) for plan, cells in found)
+    hours = sum(gpu_hours(plan, None) * len(cells) for plan, cells in found)
     assert experiment.gpu_hours == pytest.approx(hours, rel=0.1)
 
 
@@ -250,6 +253,12 @@ def test_seeds_that_are_missing_or_diverged(multiseed, tmp_path):
     ]
     assert made.comparison().rows[0][2:] == ["2 of 3", "14.50 ± 0.707 (1 to come)", "14.13 ± 0.004", "+0.37"]
     assert "12 runs: 3 done, 6 diverged, 3 missing." in made.notes()
+    assert "Cross: diverged; a mean there is over the other seeds." in experiment_figures._caption(made, 30.0)
+    drawn = Figure().subplots()
+    drawn.set_ylim(10, 30)
+    experiment_figures._draw(drawn, made.results, {"color": "k", "marker": "o"}, False)
+    (crosses,) = (line for line in drawn.lines if line.get_marker() == "x")
+    assert sorted(crosses.get_xdata()) == [1e-3, 1e-3, 4e-3]
     assert not any("data" in note for note in made.notes())
     folder = tmp_path / experiment.folder / "muown_wd0-lr=0.004-seed=0"
     (folder / "manifest.json").write_text('{"data": {"content": "another text"}}')

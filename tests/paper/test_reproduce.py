@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from muown_train.paper.progress import progress
 from muown_train.paper.queue import keep_job
 from muown_train.paper.runs import read_run
 from tests.paper.experiments import fill, of_paper
+from tests.paper.folders import line, write
 from tests.runs import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,6 +146,16 @@ def test_a_plan(reproduce, tmp_path):
         (["experiment=1b", "mfu=40", "action=plan"], "mfu=40 must be above 0 and at most 1"),
         (["experiment=1b", "device=H1000", "action=plan"], "there is no device H1000 (did you mean"),
         (["experiment=1b", "ranks=3", "action=plan"], "batch_tokens=524288 cannot be made of micro_batch=8 rows"),
+        (["experiment=1b", "mfu=0.4", "action=run"], "mfu=0.4 is for action=plan"),
+        (["experiment=1b", "page=x.md", "action=archive"], "page=x.md is for action=report"),
+        (
+            ["experiment=1b", "ranks=2", "action=submit"],
+            "ranks=2 is for action=run and action=plan; for submit sbatch's",
+        ),
+        (
+            ["experiment=1b", "ranks=3", "action=run", "points=1"],
+            "batch_tokens=524288 cannot be made of micro_batch=8 rows of seq_len=2048 tokens on 3 ranks",
+        ),
         (["experiment=track3_muon"], "experiment=track3_muon is a single run, not a grid"),
     ],
     ids=str,
@@ -413,6 +425,67 @@ def test_signals_while_runs_are_in_training(tmp_path, monkeypatch, signals, stat
         signal.signal(signal.SIGHUP, before)
     assert Path("saved").exists() == saved
     assert ("killed" in said[-1]) == (not saved), said
+
+
+RANKS = """import pathlib, subprocess, sys, time
+ranks = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)]
+pathlib.Path("ranks").write_text(" ".join(str(rank.pid) for rank in ranks))
+pathlib.Path("up").touch()
+time.sleep(60)
+"""
+
+
+def test_a_second_ctrl_c_ends_the_ranks_too(tmp_path, monkeypatch):
+    """Which have sessions of their own, as those of torchrun."""
+    monkeypatch.chdir(tmp_path)
+
+    def send():
+        wait_until(Path("up").exists)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+
+    threading.Thread(target=send).start()
+    program = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{RANKS}"
+    task = Task("a", "a", [sys.executable, "-c", program], "begins", lambda: "", lambda: "done")
+    assert Launcher(tmp_path, 1, 1, 0, say=lambda _: None).run([task]) == 130
+    (rank,) = Path("ranks").read_text().split()
+    wait_until(lambda: not Path(f"/proc/{rank}").exists() or "\nState:\tZ" in Path(f"/proc/{rank}/status").read_text())
+
+
+@pytest.mark.parametrize(("state", "claims"), [("stopped", True), (None, True), ("running", False), ("failed", False)])
+def test_a_run_that_fails_while_it_is_stopped_is_said_to(tmp_path, monkeypatch, state, claims):
+    """Such as when the disk is full."""
+    monkeypatch.chdir(tmp_path)
+    experiment = load_experiment("500m_magnitude", "tiny").part(1)
+    (found, *_) = progress(experiment, experiment.cells(), str(tmp_path / "runs"))
+    program = "import pathlib, signal, sys, time; signal.signal(15, lambda *_: sys.exit('no space left')); "
+    task = replace(
+        launch.training(found), command=[sys.executable, "-c", f"{program}pathlib.Path('up').touch(); time.sleep(60)"]
+    )
+    if state:
+        found.folder.mkdir(parents=True)
+        (found.folder / "status.json").write_text(json.dumps({"state": state}))
+
+    def send():
+        wait_until(Path("up").exists)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send).start()
+    said: list[str] = []
+    assert Launcher(tmp_path, 1, 1, 0, say=said.append).run([task]) == 130
+    assert ("all runs have saved" in said[-1]) == claims and ("no space left" in "".join(said)) != claims, said
+
+
+def test_a_run_with_many_probes_says_how_far_it_is(tmp_path):
+    """The last line of metrics.jsonl may be longer than what is read of its end."""
+    experiment = load_experiment("500m_magnitude", "tiny").part(1)
+    (cell, *_) = experiment.cells()
+    many = {f"spectral/matrix_{i}": 1.0 for i in range(5000)}
+    lines = [line(0), line(1, 5.0), line(2, 4.0, valid=4.5) | many]
+    write(tmp_path / experiment.folder / cell.name, lines, dict(cell.config), "finished", steps=2)
+    (found, *_) = progress(experiment, [cell], str(tmp_path))
+    assert launch.training(found).at() == "step 2/2  validation loss 4.5000"
 
 
 def test_a_run_that_another_process_has_begun_meanwhile_is_left_to_it(tmp_path):
