@@ -9,7 +9,8 @@ node says which runs there are and what the paper reports of them:
     over        {setting: numbers}, a further axis of the grid; no group of options
     report      which figures `experiment_report` draws
     quantity    of its tables: perplexity (default), loss or step_time
-    measure     what scripts/analyze.py measures of the runs that are done: words, the run's folder left out
+    measure     what scripts/analyze.py measures of the runs that are done: words, the run's folder left out; in small
+                --all takes the place of --steps
     same        settings that a run must share to count, besides those that define a run: what it measures, or keeps
     gpus        {paper: what it says, device, ranks}, for gpu_hours; none: for a CPU
     gpu_hours   of all runs, as `scripts/reproduce.py action=plan` estimates them
@@ -18,6 +19,7 @@ node says which runs there are and what the paper reports of them:
 torch is not loaded.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -211,10 +213,13 @@ def load_experiment(name: str, scale: str | None = None) -> Experiment:
     if not isinstance(node, dict):
         raise ValueError(f"experiment={name} is a single run, not a grid: python -m muown_train experiment={name}")
     try:
-        return replace(_read(name, first_sentence(text).rstrip("."), node), scale=scale)
+        experiment = replace(_read(name, first_sentence(text).rstrip("."), node), scale=scale)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         missing = f"{error} is missing" if isinstance(error, KeyError) else error
         raise ValueError(f"{path}: experiment: {missing}") from error
+    if scale is None:
+        return experiment
+    return replace(experiment, measure=tuple(re.sub(r"--steps \S+", "--all", words) for words in experiment.measure))
 
 
 def _read(name: str, sentence: str, node: dict[str, Any]) -> Experiment:

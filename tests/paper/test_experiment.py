@@ -150,7 +150,10 @@ def test_settings_of_runs_that_the_paper_states():
         "lion_wd0.5": 0.5,
     }
     assert {config["rest"].get("weight_decay", 0) for config in decay.values()} == {0}
-    noise = load_experiment("gradient_noise_124m").cells()
+    experiment = load_experiment("gradient_noise_124m")
+    noise = experiment.cells()
+    assert experiment.measure == ("gradient_noise --steps 1900,3800,5700,7600,9538",)
+    assert load_experiment("gradient_noise_124m", "tiny").measure == ("gradient_noise --all",)
     assert {(cell.config["tokens"] / 524_288, cell.config["keep_every"]) for cell in noise} == {(9538, 1900)}
     assert {(cell.series.key, cell.lr) for cell in noise} == {("muon_wd0.1", 4e-3), ("muown_wd0", 6e-3)}
     qwen2 = load_experiment("qwen2_0_5b").cells()[0].config
