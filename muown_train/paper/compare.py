@@ -11,7 +11,7 @@ from typing import Any
 from muown_train.console import duration
 from muown_train.files import replace
 from muown_train.paper.curves import caption, plot_comparison
-from muown_train.paper.runs import ABSENT, Group, RunRecord, differing, grouped
+from muown_train.paper.runs import ABSENT, Group, RunRecord, differing, grouped, machines
 from muown_train.paper.style import amount
 from muown_train.paper.tables import Table, csv_text, mean_and_deviation, spanned, with_deviation
 
@@ -107,7 +107,7 @@ class Comparison:
             twice = [str(seed) for seed, count in Counter(str(run.seed) for run in group.runs).items() if count > 1]
             if twice:
                 notes.append(f"{label}: several runs of seed {', '.join(twice)}, whose deviation is none over seeds.")
-        if len({run.device for group in self.groups for run in group.runs} - {None}) > 1:
+        if len(machines(self.groups)) > 1:
             notes.append("The runs were trained on different machines: times and tokens/s do not compare them.")
         if any(key.startswith("data (") for key in self.differing):
             notes.append("The runs did not have the same data: their losses may be of different texts.")

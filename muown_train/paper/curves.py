@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from muown_train.paper import style
-from muown_train.paper.runs import SMOOTHED, Group, RunRecord, Series
+from muown_train.paper.runs import SMOOTHED, Group, RunRecord, Series, machines
 from muown_train.records import Line
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def plot_comparison(groups: Sequence[Group], words: Sequence[Sequence[str]], pat
     lines = sum(1 + entry.count("\n") for entry in entries)
     height = max(5.2, 0.3 + 0.17 * lines) if beside else 5.2
     unit, unit_name = style.time_unit(max(run.last("time") or 0.0 for group in groups for run in group.runs))
-    columns = {"tokens": 1.0} if _machines(groups) > 1 else {"tokens": 1.0, "time": unit}
+    columns = {"tokens": 1.0} if len(machines(groups)) > 1 else {"tokens": 1.0, "time": unit}
     with style.new_figure(3 + 3 * len(columns), height) as figure:
         axes = figure.subplots(2, len(columns), sharey="row", sharex="col", squeeze=False)
         for row, (what, curve) in zip(axes, _CURVES.items(), strict=True):
@@ -98,7 +98,7 @@ def caption(groups: Sequence[Group]) -> str:
     if any(run.state == "diverged" for group in groups for run in group.runs):
         parts.append("Cross: diverged.")
     parts.append(f"The first {_EARLY:.0%} of a run may lie above the frame.")
-    if _machines(groups) > 1:
+    if len(machines(groups)) > 1:
         parts.append("Not against time: the runs were trained on different machines.")
     return " ".join(parts)
 
@@ -130,11 +130,6 @@ def _draw(
         x, y = mean_curve(averaged, curve, against)
         # markers at tenths of the line tell lines apart without hiding them
         axes.plot(x / scale, y, linewidth=1.2, markevery=max(1, len(x) // 10), **look)
-
-
-def _machines(groups: Sequence[Group]) -> int:
-    """How many kinds have trained runs, as far as is known."""
-    return len({run.device for group in groups for run in group.runs} - {None})
 
 
 def _averaged(group: Group) -> Sequence[RunRecord]:

@@ -168,8 +168,8 @@ def _caption(report: "Report", edge: float) -> str:
     parts = ["Mean over seeds, shaded from the lowest to the highest."] * any(len(r.runs) > 1 for r in report.results)
     parts += ["Triangle at the upper edge: above the frame."] * any(_above(result, edge) for result in report.results)
     if any(result.count("diverged") for result in report.results):
-        survivors = any(result.count("diverged") and result.values for result in report.results)
-        parts.append("Cross: diverged" + "; a mean there is over the other seeds." * survivors + "." * (not survivors))
+        survivors = any(result.count("diverged") > 0 < len(result.values) for result in report.results)
+        parts.append(f"Cross: diverged{'; a mean there is over the other seeds' * survivors}.")
     return " ".join(parts)
 
 

@@ -279,4 +279,9 @@ def differing(groups: Sequence[Group]) -> dict[str, list[Any]]:
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
 
 
+def machines(groups: Sequence[Group]) -> set[str]:
+    """On which kinds runs were trained, as far as is known."""
+    return {run.device for group in groups for run in group.runs if run.device}
+
+
 ABSENT = "—"
