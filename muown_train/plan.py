@@ -6,6 +6,7 @@ that is known.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,6 +50,11 @@ class Plan:
     def owners(self) -> int:
         """Ranks that the optimizer is spread over."""
         return self.ranks if self.top.shard_optimizer else 1
+
+    @cached_property
+    def of_ranks(self) -> list[tuple[int, int]]:
+        """What each rank takes for the optimizer, see `optimizer_memory`."""
+        return optimizer_memory(self.optimizer, self.owners, "cuda", self.how.width)
 
     @property
     def room(self) -> int:
@@ -95,11 +101,7 @@ def of_parameters(plan: Plan) -> Iterator[str]:
 
 def needed_memory(plan: Plan) -> Memory:
     """Of the rank that needs most."""
-    return memory(plan.sizes, plan.how, _of_ranks(plan))
-
-
-def _of_ranks(plan: Plan) -> list[tuple[int, int]]:
-    return optimizer_memory(plan.optimizer, plan.owners, "cuda", plan.how.width)
+    return memory(plan.sizes, plan.how, plan.of_ranks)
 
 
 def of_memory(plan: Plan) -> Iterator[str]:
@@ -112,7 +114,7 @@ def of_memory(plan: Plan) -> Iterator[str]:
         f"{'fits' if fits else 'does not fit'}: {gib(needed.peak)} at most, where tensors have "
         f"{gib(plan.room)} of {gib(plan.gpu.memory)}"
     )
-    found = largest_micro_batch(plan.sizes, plan.how, plan.rows, plan.room, _of_ranks(plan))
+    found = largest_micro_batch(plan.sizes, plan.how, plan.rows, plan.room, plan.of_ranks)
     if found is None:
         yield "not even micro_batch=1 fits: more ranks, more blocks in model.checkpointed or a smaller model need less"
     else:

@@ -69,7 +69,7 @@ def test_a_micro_batch(changed, autocast):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("changed", [{"V": 4000}, {"V": 128}], ids=str)
+@pytest.mark.parametrize("changed", [{"D": 256, "h": 2}, {"V": 4000}, {"V": 128}], ids=str)
 @pytest.mark.parametrize("architecture", ["Speedrun", "Track3", "Qwen2"])
 def test_other_architectures_are_traced(architecture, changed, autocast):
     model, go, how = passes(changed, autocast, architecture)

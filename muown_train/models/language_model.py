@@ -1,9 +1,10 @@
 """What the trainer and the builder ask of a model, whatever its architecture."""
 
-import math
+from typing import Any
 
 from torch import Tensor, nn
 
+from muown_train.factory import is_number
 from muown_train.models.kv_cache import KeyValueCache
 
 
@@ -56,14 +57,14 @@ def check_sizes(**sizes: object) -> None:
             raise ValueError(f"model.{name}={size!r} must be a positive integer")
 
 
-def check_positive(**numbers: object) -> None:
+def check_positive(**numbers: Any) -> None:
     """Refuse numbers of a model that are not above 0 and finite.
 
     Raises:
         ValueError: naming the setting.
     """
     for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
+        if not is_number(number) or number <= 0:
             raise ValueError(f"model.{name}={number!r} must be above 0")
 
 
