@@ -6,16 +6,19 @@
     gradient_noise     noise terms of Muon and Muown, from two passes over training data; what was cut off goes on
 
 The first three are what `probes=[…]` measures in a run. Results go to RUN/analysis/NAME.jsonl, a line for each
-checkpoint; one that is there with the same settings is not measured again. Gradients are of the data that the run was
-to train on next, noise of its first batches. Under torchrun the work is shared.
+checkpoint and settings; what is there is not measured again. Gradients are of the data that the run was to train on
+next, noise of its first batches. Under torchrun the work is shared.
 """
 
 import argparse
+import math
 import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +70,7 @@ def arguments_of(words: list[str]) -> argparse.Namespace:
 
 
 def analyze(arguments: argparse.Namespace, here: "World") -> None:
+    from muown_train.analysis.gradient_noise import discard
     from muown_train.analysis.saved import FOLDER, Results, chosen, identity
 
     found = [saved for run in arguments.runs for saved in chosen(run, arguments.steps, arguments.all)]
@@ -75,17 +79,41 @@ def analyze(arguments: argparse.Namespace, here: "World") -> None:
         results = Results(folder / f"{arguments.kind}.jsonl")
         settings = settings_of(arguments, saved)
         about = {"step": saved.step, "checkpoint": identity(saved), **settings}
-        there = here.on_main(lambda results=results: results.lines())
-        line = next((line for line in there if all(line.get(key) == about[key] for key in about)), None)
+        line = here.on_main(partial(results.find, about))
         if line is None:
-            if here.is_main:
-                folder.mkdir(parents=True, exist_ok=True)
-            line = {**about, **measured(arguments, saved, settings, folder, here)}
-            here.on_main(lambda results=results, line=line: results.add(line))
+            with alone(folder, arguments.kind, here):
+                line = here.on_main(partial(results.find, about))  # what was waited for
+                if line is None:
+                    scratch = folder / f"{arguments.kind}-{saved.step:08d}"
+                    line = {**about, **measured(arguments, saved, settings, scratch, here)}
+                    here.on_main(partial(results.add, line))
+                    here.on_main(partial(discard, scratch))
         if here.is_main:
             title = f"{saved.folder}, after update {saved.step:,}"
             print("\n".join([title, *table(arguments.kind, {k: v for k, v in line.items() if k not in about})]))
             print(f"{results.path}\n", flush=True)
+
+
+@contextmanager
+def alone(folder: Path, kind: str, here: "World") -> Iterator[None]:
+    """Make a folder of results, and wait until no other process measures the same there."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / f".{kind}.lock")
+
+    def take() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            print(f"{folder}: another process measures its {kind}, wait for it", file=sys.stderr, flush=True)
+            lock.acquire()
+
+    here.on_main(take)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def settings_of(arguments: argparse.Namespace, saved: "SavedRun") -> dict[str, Any]:
@@ -111,7 +139,7 @@ def updates_of(saved: "SavedRun") -> int:
 
 
 def measured(
-    arguments: argparse.Namespace, saved: "SavedRun", settings: Mapping[str, Any], folder: Path, here: "World"
+    arguments: argparse.Namespace, saved: "SavedRun", settings: Mapping[str, Any], scratch: Path, here: "World"
 ) -> dict[str, float]:
     from muown_train.analysis import probes
     from muown_train.analysis.gradient_noise import Noise
@@ -122,7 +150,6 @@ def measured(
         check_optimizer(saved.opened)
     subject = subject_of(saved, here)
     if kind == "gradient_noise":
-        scratch = folder / f"{kind}-{saved.step:08d}"
         noise = Noise(subject, settings["batches"], scratch, identity(saved), arguments.save_every)
         return noise.measure(progress(saved.step))
     classes: dict[str, Callable[..., Callable[[], dict[str, float]]]] = {
@@ -173,12 +200,17 @@ def table(kind: str, numbers: Mapping[str, float]) -> list[str]:
     return lines
 
 
+def largest(values: list[float]) -> float:
+    """NaN if there is one."""
+    return max(values, key=lambda value: (math.isnan(value), value))
+
+
 COLUMNS: dict[str, Sequence[tuple[str, str, Callable[[list[float]], float]]]] = {
     "spectral": (
-        ("spectral_norm", "largest norm", max),
-        ("max_row_norm", "largest row", max),
+        ("spectral_norm", "largest norm", largest),
+        ("max_row_norm", "largest row", largest),
         ("coherence", "median coher.", statistics.median),
-        ("error", "largest error", max),
+        ("error", "largest error", largest),
     ),
     "effective_rank": (
         ("effective rank", "mean", statistics.fmean),

@@ -3,25 +3,25 @@
 Both train the same model on random tokens, in turns, so that what disturbs the machine disturbs both; under torchrun
 once with the optimizer replicated and once with its work and state distributed over the ranks (shard_optimizer).
 Printed are the median and quartiles of an update's time on the main rank, the median of each round's ratio to Muon's,
-and the memory of a rank: optimizer state, and what an update takes at most besides weights, gradients and state.
+and the memory of a rank: optimizer state, and what an update takes at most besides what there is between updates
+(weights, state and, of several ranks, gradients).
 SETTINGs are those of the command line, such as `model=500m`. Ctrl-C ends the rounds and prints what there is.
 """
 
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 
 import torch
-from benchmark_train import DEFAULT, Contender, ours, say, words
+from benchmark_train import DEFAULT, Contender, in_turns, ours, words
 from torch import Tensor
 
 from muown_train.__main__ import Parser, explained
 from muown_train.build import Run
 from muown_train.distributed import World, world
 from muown_train.hardware import device_name
-from muown_train.measuring import peak_memory, seconds
+from muown_train.measuring import peak_memory
 from muown_train.pipes import script
 
 OPTIMIZERS = ("muon", "muown")
@@ -42,29 +42,6 @@ def contenders_of(settings: list[str], folder: str, here: World) -> tuple[dict[s
             found[f"{optimizer}, {where}"] = contender
             runs.append(run)
     return found, runs
-
-
-def measure(contenders: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round's update of each, in turns, after two that do not count."""
-    for name, contender in contenders.items():
-        started = time.perf_counter()
-        for _ in range(2):  # compiled, and the caches warm
-            contender.step()
-        say(f"{name}: the first two updates took {time.perf_counter() - started:.1f} s")
-    names = list(contenders)
-    found: dict[str, list[float]] = {name: [] for name in names}
-    try:
-        for i in range(rounds):
-            say(f"round {i + 1} of {rounds}")
-            for name in names[i % len(names) :] + names[: i % len(names)]:
-                found[name].append(seconds(contenders[name].step, contenders[name].device))
-    except KeyboardInterrupt:
-        whole = min(map(len, found.values()))
-        if whole < 2:
-            raise
-        say(f"interrupted: the table is of {whole} rounds")
-        found = {name: times[:whole] for name, times in found.items()}
-    return found
 
 
 def state_bytes(contender: Contender) -> int:
@@ -92,7 +69,7 @@ def table(contenders: dict[str, Contender], found: dict[str, list[float]]) -> It
 def compare(settings: list[str], rounds: int, folder: str, here: World) -> None:
     contenders, runs = contenders_of(settings, folder, here)
     try:
-        found = measure(contenders, rounds)
+        found = in_turns(contenders, rounds, least=2)  # quartiles of fewer are none
         count = min(map(len, found.values()))
         tokens = runs[0].config.batch_tokens
         parameters = sum(p.numel() for p in runs[0].model.parameters())

@@ -3,8 +3,9 @@
 A CONFIG is one argument of settings as the command line takes them, such as "model=124m compile=true". All train on
 random tokens, in turns, so that what disturbs the machine disturbs all of them. Printed are tokens per second, the
 median of each round's ratio to the first contender, how the time of an update is split, the memory that an update
-takes at most besides weights, gradients and optimizer state, and which part of the machine's measured matrix rate
-is reached. The split is measured on updates of their own, on GPUs with waits between the parts.
+takes at most besides what there is between updates (weights, optimizer state and, of several ranks, gradients), and
+which part of the machine's measured matrix rate is reached. The split is measured on updates of their own, on GPUs with
+waits between the parts.
 
 With `--against torch` the first contender is a plain PyTorch loop of the sizes of the first CONFIG (plain_gpt.py), in
 float32 and not compiled; `--against torch-fast` the same with bfloat16 autocast and torch.compile. Both may be given.
@@ -147,31 +148,47 @@ def product(dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
     return lambda: a @ b
 
 
-def measure(contenders: dict[str, Contender], rounds: int) -> tuple[dict[str, list[float]], dict[bool, float]]:
-    """Seconds of each round's update, in turns, and FLOP/s of products in float32 and (true) bfloat16 between them."""
-    names, device = list(contenders), next(iter(contenders.values())).device
-    for name in names:
+def in_turns(
+    contenders: dict[str, Contender], rounds: int, least: int = 1, before: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """Seconds of each round's update of each, after two that do not count; `before` begins a round.
+
+    Ctrl-C ends the rounds, or all where fewer than `least` are whole.
+    """
+    for name, contender in contenders.items():
         started = time.perf_counter()
         for _ in range(2):  # compiled, and the caches warm
-            contenders[name].step()
+            contender.step()
         say(f"{name}: the first two updates took {time.perf_counter() - started:.1f} s")
+    names = list(contenders)
     found: dict[str, list[float]] = {name: [] for name in names}
-    products = {True: product(torch.bfloat16, device), False: product(torch.float32, device)}
-    rates: dict[bool, list[float]] = {low: [] for low in products}
     try:
         for i in range(rounds):
             say(f"round {i + 1} of {rounds}")
+            before()
             for name in names[i % len(names) :] + names[: i % len(names)]:
-                found[name].append(seconds(contenders[name].step, device))
-            for low, multiply in products.items():
-                seconds(multiply, device)  # the caches warm
-                rates[low].append(2 * SIZE**3 / seconds(multiply, device))
+                found[name].append(seconds(contenders[name].step, contenders[name].device))
     except KeyboardInterrupt:
-        rounds = min(map(len, rates.values()))
-        if not rounds:
+        whole = min(map(len, found.values()))
+        if whole < least:
             raise
-        say(f"interrupted: the table is of {rounds} round{'s' * (rounds > 1)}")
-        found = {name: times[:rounds] for name, times in found.items()}
+        say(f"interrupted: the table is of {whole} round{'s' * (whole > 1)}")
+        found = {name: times[:whole] for name, times in found.items()}
+    return found
+
+
+def measure(contenders: dict[str, Contender], rounds: int) -> tuple[dict[str, list[float]], dict[bool, float]]:
+    """Seconds of each round's update, in turns, and FLOP/s of products in float32 and (true) bfloat16 between them."""
+    device = next(iter(contenders.values())).device
+    products = {True: product(torch.bfloat16, device), False: product(torch.float32, device)}
+    rates: dict[bool, list[float]] = {low: [] for low in products}
+
+    def multiplied() -> None:
+        for low, multiply in products.items():
+            seconds(multiply, device)  # the caches warm
+            rates[low].append(2 * SIZE**3 / seconds(multiply, device))
+
+    found = in_turns(contenders, rounds, before=multiplied)
     return found, {low: statistics.median(measured) for low, measured in rates.items() if measured}
 
 

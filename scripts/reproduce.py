@@ -156,10 +156,12 @@ def run(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) -> 
     found = progress(experiment, [each.cell for each in found], own["out"], ARCHIVE)
     ended = [each for each in found if each.state == "done"]
     done = [each for each in ended if (each.folder / "checkpoints").exists()]
-    if bare := [each for each in ended if each not in done and not (each.folder / "analysis").exists()]:
+    measures = [shlex.split(each) for each in experiment.measure]
+    files = [Path("analysis") / f"{kind}.jsonl" for kind, *_ in measures]
+    if bare := [each for each in ended if each not in done and not all((each.folder / f).exists() for f in files)]:
         print(f"not measured, since no checkpoints are kept: {', '.join(str(each.folder) for each in bare)}")
     tasks = []
-    for kind, *rest in map(shlex.split, experiment.measure):
+    for kind, *rest in measures:
         for each in done:  # what has been measured is not measured again
             program = [*python(ranks), str(ROOT / "scripts" / "analyze.py"), kind, str(each.folder), *rest]
             log = f"{each.folder.name}-{kind}"

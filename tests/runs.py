@@ -1,7 +1,9 @@
 """Small runs in this process: compose a configuration as the command line would, build and train it."""
 
 import json
+import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +38,10 @@ SMALL = (
 
 
 def slow_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
-    """Parameters of a test that is slow for all values but some."""
+    """Parameters of a test that is slow for all values, or tuples of values, but some."""
     few = list(quick)
-    return [value if value in few else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    slow = partial(pytest.param, marks=pytest.mark.slow)
+    return [value if value in few else slow(*value) if isinstance(value, tuple) else slow(value) for value in values]
 
 
 def configured(*overrides: str) -> DictConfig:
@@ -89,3 +92,11 @@ def metrics(folder: Path) -> list[dict]:
 def losses(folder: Path) -> list[float]:
     """Training losses, update by update."""
     return [line["train/loss"] for line in metrics(folder) if "train/loss" in line]
+
+
+def wait_until(true, seconds: float = 120) -> None:
+    """Wait for a condition."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -41,15 +41,14 @@ class Noise:
 
     Args:
         batches: minibatches, the first of the run, of subject.batch_tokens tokens each.
-        scratch: beginning of the names of files for what was summed up, removed by `measure` at its end.
+        scratch: beginning of the names of files for what was summed up, which stay: see `discard`.
         about: what the measurement is of, besides: files of another one do not count.
         save_every: minibatches, over all ranks.
     """
 
     def __init__(self, subject: Subject, batches: int, scratch: Path, about: str, save_every: int = 50) -> None:
         self.subject, self.batches, self.save_every = subject, batches, save_every
-        self.mean_file = scratch.with_name(scratch.name + ".mean.safetensors")
-        self.squares_file = scratch.with_name(scratch.name + ".squares.json")
+        self.mean_file, self.squares_file = scratch_files(scratch)
         facts = [about, batches, save_every, subject.batch_tokens, subject.seq_len, subject.autocast]
         self.key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         self.names = {p: canonical_name(name) for name, p in subject.model.named_parameters()}
@@ -59,9 +58,6 @@ class Noise:
         magnitudes = self.subject.magnitudes()
         mean = self._mean_gradient(progress)
         squares = self._squares(mean, magnitudes, progress)  # (matrices, 3)
-        if self.subject.world.is_main:
-            for file in (self.mean_file, self.squares_file):
-                file.unlink(missing_ok=True)
         found: dict[str, dict[str, float]] = {}
         for matrix, (of_W, of_R, of_g) in zip(
             self.subject.matrices, (squares / self.batches).sqrt().tolist(), strict=True
@@ -141,6 +137,17 @@ class Noise:
     def _write_mean(self, total: Gradients, done: int) -> None:
         tensors = {self.names[p]: tensor.cpu() for p, tensor in total.items()}
         replace(self.mean_file, save(tensors, {"key": self.key, "done": str(done)}))
+
+
+def scratch_files(scratch: Path) -> tuple[Path, Path]:
+    """Of the sum of gradients, and of the sums of squared norms."""
+    return scratch.with_name(scratch.name + ".mean.safetensors"), scratch.with_name(scratch.name + ".squares.json")
+
+
+def discard(scratch: Path) -> None:
+    """Remove what a measurement had summed up, when its result is kept."""
+    for file in scratch_files(scratch):
+        file.unlink(missing_ok=True)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

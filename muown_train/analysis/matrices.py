@@ -1,4 +1,4 @@
-"""The matrices that an optimizer of matrices sees: 2-D weights, fused ones block by block."""
+"""Matrices as the model declares them: 2-D weights, fused ones block by block even where Muon sees them as one."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

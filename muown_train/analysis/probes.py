@@ -113,7 +113,7 @@ class EffectiveRank:
 
 @torch.no_grad()
 def rank(matrix: Matrix, gradients: Gradients, magnitudes: Mapping[str, Magnitudes]) -> float:
-    """Normalised effective rank of what the optimizer orthogonalizes of a gradient; NaN of a zero one."""
+    """Normalised effective rank of a gradient, of R where there are magnitudes; NaN of a zero one."""
     return float(normalised_effective_rank(of_direction(matrix, gradients, magnitudes)))
 
 

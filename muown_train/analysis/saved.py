@@ -84,20 +84,25 @@ def chosen(run: Path, steps: Sequence[int] | None, every: bool) -> list[SavedRun
 
 
 class Results:
-    """A file of results, one line of JSON a step; a new line takes the place of an old one of its step."""
+    """A file of results, one line of JSON for each checkpoint and the settings it was measured with."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def lines(self) -> list[dict[str, Any]]:
-        """What is there, by step; with numbers that are none as NaN and infinities."""
+        """What is there, by step and then by time; with numbers that are none as NaN and infinities."""
         return read_metrics(self.path) if self.path.exists() else []
 
+    def find(self, about: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The line that has all of that: a `step`, the `checkpoint`'s identity and settings."""
+        return next((line for line in self.lines() if {**line, **about} == line), None)
+
     def add(self, line: Mapping[str, Any]) -> None:
-        """Write a line, which has a `step`."""
-        kept = {old["step"]: old for old in self.lines()} | {line["step"]: dict(line)}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        replace(self.path, b"".join(encoded(kept[step]) for step in sorted(kept)))
+        """Write a line, in place of those of another checkpoint of its step."""
+        kept = [
+            old for old in self.lines() if old["step"] != line["step"] or old.get("checkpoint") == line["checkpoint"]
+        ]
+        replace(self.path, b"".join(map(encoded, sorted([*kept, line], key=lambda each: each["step"]))))
 
 
 def identity(saved: SavedRun) -> str:

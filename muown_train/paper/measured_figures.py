@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from muown_train.paper.experiment_report import Report
 
 _COLUMN, _ROW, _LEGEND = 1.45, 1.5, 1.6  # inches
-_DEPTHS = (4 / 22, 8 / 22, 12 / 22)  # the blocks of 22 that the paper shows one by one
-_DEPTH = 16 / 22  # and that whose singular values it shows
+_DEPTHS = (4 / 22, 8 / 22, 12 / 22, 16 / 22)  # the blocks of 22 that the paper shows one by one
+_DEPTH = _DEPTHS[-1]  # and that whose singular values it shows
 _BINS = 30
 
 

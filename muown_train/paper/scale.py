@@ -70,7 +70,7 @@ def scaled(scale: Scale, overrides: Sequence[str], further: Sequence[str] = ()) 
         "compile": False,
         "sample_tokens": 0,
     }
-    if config["keep_every"]:  # as many of its checkpoints as there were
+    if config["keep_every"]:  # all of its checkpoints
         plain["keep_every"] = every
     if config.get("probes"):
         plain["probe_every"] = every

@@ -1,13 +1,18 @@
 """scripts/analyze.py as a user meets it, and that it finds what probes found."""
 
 import json
+import math
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
+from muown_train.analysis.saved import Results
 from muown_train.saved_run import open_run, write_run
 from tests.analysis.test_probes import probed
 from tests.runs import built, trained
@@ -62,8 +67,13 @@ def test_results_go_to_the_run_and_are_not_made_twice(corpus, tmp_path, analyze)
     file.write_text(json.dumps(line | {"blocks.0.mlp.out.weight/spectral_norm": 7654.0}) + "\n")
     assert "7654" in analyze("spectral", run.folder)  # what is there is shown
     assert "7654" not in analyze("spectral", run.folder, "--iterations", 5)  # other settings are measured
+    assert "7654" in analyze("spectral", run.folder)  # and take nothing's place
     analyze("spectral", run.folder, "--steps", "8,12")
-    assert [line["step"] for line in results(file.parent, "spectral")] == [8, 12]
+    found = [(line["step"], line["iterations"]) for line in results(file.parent, "spectral")]
+    assert found == [(8, None), (12, None), (12, 5)]
+    file.write_text(json.dumps(line | {"checkpoint": "of another run"}) + "\n")
+    analyze("spectral", run.folder)
+    assert results(file.parent, "spectral") == [line]
     again = built(corpus, tmp_path)  # training does not mind
     assert again.resume()
     again.close()
@@ -75,12 +85,52 @@ def test_noise_is_shown_by_matrix_and_quartile(run, analyze, tmp_path):
     assert "Muon / Muown" in said and "upper quartile" in said
     (line,) = results(tmp_path / "run", "gradient_noise")
     assert line["batches"] == 2 and line["median/muown"] > 0
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["gradient_noise.jsonl"]
+    assert [path.name for path in (tmp_path / "run").glob("[!.]*")] == ["gradient_noise.jsonl"]
 
 
 def test_by_default_noise_is_of_all_updates(run, analyze, tmp_path):
     analyze("gradient_noise", run.folder, "--out", tmp_path)
     assert results(tmp_path / "run", "gradient_noise")[0]["batches"] == 12
+
+
+def test_what_another_process_measures_is_waited_for(run, analyze, tmp_path, capsys):
+    analyze("spectral", run.folder, "--out", tmp_path)
+    file = tmp_path / "run" / "spectral.jsonl"
+    (line,) = results(file.parent, "spectral")
+    file.unlink()
+    lock = FileLock(file.with_name(".spectral.lock"))
+    lock.acquire()
+    said: list[str] = []
+    other = threading.Thread(target=lambda: said.append(analyze("spectral", run.folder, "--out", tmp_path)))
+    other.start()
+    until = time.monotonic() + 60
+    while "another process measures its spectral, wait for it" not in capsys.readouterr().err:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    file.write_text(json.dumps(line | {"blocks.0.mlp.out.weight/spectral_norm": 7654.0}) + "\n")
+    lock.release()
+    other.join()
+    assert "7654" in said[0]  # what the other has found
+
+
+def test_what_was_summed_up_stays_until_the_result_is_kept(run, analyze, tmp_path, monkeypatch):
+    def full(self, line):
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(Results, "add", full)
+        analyze("gradient_noise", run.folder, "--batches", 2, "--out", tmp_path)
+    assert len(list((tmp_path / "run").glob("gradient_noise-*"))) == 2
+    analyze("gradient_noise", run.folder, "--batches", 2, "--out", tmp_path)
+    assert [path.name for path in (tmp_path / "run").glob("[!.]*")] == ["gradient_noise.jsonl"]
+
+
+def test_a_norm_that_is_none_is_the_largest(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from analyze import table
+
+    numbers = {f"blocks.{i}.mlp.out.weight/spectral_norm": norm for i, norm in enumerate((2.0, math.nan, 3.0))}
+    assert table("spectral", numbers)[1].split() == ["blocks.*.mlp.out.weight", "nan"]
 
 
 @pytest.mark.slow

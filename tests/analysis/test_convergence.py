@@ -33,12 +33,6 @@ def test_of_longer_runs_the_gradient_is_smaller():
     assert found[0] > found[1] > found[2]
 
 
-@pytest.mark.parametrize("T", [10, 100])
-def test_with_noise(T):
-    found = covered(problem(), T, deviation=0.01, seeds=4)
-    assert 0 < found.measured <= found.bound
-
-
 def test_with_momentum():
     found = covered(problem(), 100, deviation=0.03, seeds=3)
     assert found.momentum > 0

@@ -3,9 +3,15 @@
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
 
 from muown_train.paper.experiment import Cell
 from tests.paper.folders import line, write
+
+TARGETS = Path(__file__).resolve().parents[3] / "shared" / "paper" / "targets.yaml"
 
 
 def fill(out: Path, cells: Sequence[Cell], perplexity: Callable[[Cell], float | str | None]) -> None:
@@ -36,3 +42,10 @@ def of_paper(numbers, seeds: Sequence[int]) -> Callable[[Cell], float | str | No
         return stated
 
     return end
+
+
+def targets() -> dict[str, Any]:
+    """The paper's numbers; skips the test where they are not."""
+    if not TARGETS.exists():
+        pytest.skip(f"no {TARGETS}, the paper's numbers")
+    return yaml.safe_load(TARGETS.read_text())

@@ -1,35 +1,28 @@
-"""Experiments of the paper: every file, its runs and their settings, how they stand, tables equal to the paper's."""
+"""Experiments of the paper: every file, its runs and their settings, how they stand."""
 
-import csv
 import dataclasses
 import fcntl
-import math
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from matplotlib.figure import Figure
 
 from muown_train.build import make_model, make_optimizer, make_schedule
 from muown_train.config import check_overrides, composed
 from muown_train.experiment_plan import gpu_hours, plans
 from muown_train.paper import experiment as experiments
-from muown_train.paper import experiment_figures
 from muown_train.paper.experiment import evenly, load_experiment, names
-from muown_train.paper.experiment_report import report
 from muown_train.paper.progress import progress, same_settings, summary
 from muown_train.paper.runs import settings_of
 from muown_train.paper.scale import SCALES
 from muown_train.paper.tables import rate, tex
 from muown_train.top_level import top_level
-from tests.paper.experiments import fill, of_paper
+from tests.paper.experiments import fill, targets
 from tests.runs import slow_but
 
-TARGETS = Path(__file__).resolve().parents[3] / "shared" / "paper" / "targets.yaml"
 RUNS = {  # by hand, from the paper's grids
     "124m_learning_rate": 2 * 2 * (3 * 8 + 5),
     "124m_weight_decay": 5 * 5 * 2,
@@ -64,22 +57,9 @@ OF_RANKS = ("replicated", "distributed")
 UPDATES = {"67m": 2542, "124m": 4730, "308m": 11444}
 
 
-def targets():
-    if not TARGETS.exists():
-        pytest.skip(f"no {TARGETS}, the paper's numbers")
-    return yaml.safe_load(TARGETS.read_text())
-
-
 def numbers(values):
     """The paper's cells by learning rate, as an experiment has them."""
     return [tuple(value) if isinstance(value, list) else value for value in values]
-
-
-@pytest.fixture(scope="module")
-def multiseed():
-    """The experiment of three seeds with one learning rate of two series, and its cells."""
-    experiment = load_experiment("500m_multiseed").part(points=2, series=["muown_wd0", "muon_wd0"])
-    return experiment, experiment.cells()
 
 
 def test_every_experiment_is_there():
@@ -96,7 +76,10 @@ def test_runs_of_our_own_are_for_a_cpu_and_shared(name):
     assert experiment.gpus is None and (len(cells), len(shared)) == OURS[name]
 
 
-@pytest.mark.parametrize("name", slow_but(["corpus_horizon", "corpus_width"], OURS))
+@pytest.mark.parametrize(  # whose settings are of all kinds
+    "name",
+    slow_but(["corpus_width"], ["corpus_width", "corpus_width_seeds", "corpus_learning_rate", "corpus_spectral"]),
+)
 def test_runs_of_our_own_are_other_runs_in_small_too(name, tmp_path):
     """Without data of their own, which need not be there, and each of them another one."""
     experiment = load_experiment(name, "tiny")
@@ -114,8 +97,13 @@ def test_cells_that_are_one_run(tmp_path):
         progress(experiment, [cell, dataclasses.replace(cell, name="other")], str(tmp_path))
 
 
-@pytest.mark.parametrize("name", slow_but(["500m_multiseed", "width", "qwen2_0_5b", "speedrun_width"], RUNS))
-@pytest.mark.parametrize("scale", [None, *SCALES])
+QUICK = [
+    (name, scale) for name in ("500m_multiseed", "width", "qwen2_0_5b", "speedrun_width") for scale in (None, *SCALES)
+]
+EVERY = dict.fromkeys([*QUICK, *((name, scale) for name in RUNS for scale in (None, "tiny"))])
+
+
+@pytest.mark.parametrize(("name", "scale"), slow_but(QUICK, EVERY))
 def test_every_run_can_be_built(name, scale):
     experiment = load_experiment(name, scale)
     cells = experiment.cells()
@@ -198,162 +186,6 @@ def test_the_expected_gpu_hours(name):
     found = plans(experiment.cells(), experiment.gpus.device, experiment.gpus.ranks).values()
     hours = sum(gpu_hours(plan, None) * len(cells) for plan, cells in found)
     assert experiment.gpu_hours == pytest.approx(hours, rel=0.1)
-
-
-@pytest.mark.parametrize("name", slow_but(["500m_multiseed", "2_7b", "qwen2_0_5b"], names()))
-def test_the_papers_own_numbers_make_the_papers_tables(name, tmp_path):
-    table = targets()["tables"].get(name)
-    if table is None:
-        pytest.skip("no table of the paper")
-    experiment = load_experiment(name)
-    cells = experiment.cells()
-    stated = {key: dict(zip(table["lr"], values, strict=True)) for key, values in table.items() if key != "lr"}
-    fill(tmp_path / experiment.folder, cells, of_paper(stated, experiment.seeds))
-    made = report(experiment, progress(experiment, cells, str(tmp_path)))
-    paths = made.write(tmp_path / "report")
-    assert [path.name for path in paths] == ["table.md", "table.csv", "table.tex", "figure.png", "figure.pdf"]
-    assert all(path.stat().st_size > 100 for path in paths)
-
-    markdown = made.table()
-    columns = {series.key: i for i, series in enumerate(experiment.series, 1)}
-    for row in markdown.rows:
-        lr = float(row[0])
-        for key, column in columns.items():
-            value = stated[key][lr]
-            if isinstance(value, list):
-                mean, deviation = map(float, row[column].split(" ± "))
-                assert [mean, deviation] == value
-            else:
-                assert row[column] == {None: "—", "diverged": "diverged"}.get(value) or float(row[column]) == value
-    for row in made.comparison().rows:
-        assert row[3] == row[4] and row[5] in ("+0.00", "—")
-    for line in csv.DictReader(paths[1].open()):
-        value = stated[line["series"]][float(line["lr"])]
-        if isinstance(value, list):
-            assert [float(line["valid_perplexity"]), float(line["deviation"])] == pytest.approx(value)
-            assert abs(float(line["difference"])) < 1e-9
-        elif value == "diverged":
-            assert line["valid_perplexity"] == "" and line["diverged"] == "1" and line["paper"] == "diverged"
-        elif value is None:
-            assert line["valid_perplexity"] == line["paper"] == "" and line["done"] == "0"
-        else:
-            assert float(line["valid_perplexity"]) == value
-    latex = paths[2].read_text()
-    assert latex.count(r"\toprule") == len(made.tables) and "±" not in latex and "—" not in latex
-    for row in markdown.rows:
-        assert " & ".join(map(tex, row)) + r" \\" in latex
-
-
-def test_seeds_that_are_missing_or_diverged(multiseed, tmp_path):
-    experiment, cells = multiseed
-    ends = {("muown_wd0", 4e-3): [14.0, 15.0, None], ("muon_wd0", 4e-3): ["diverged", "diverged", 20.0],
-            ("muown_wd0", 1e-3): ["diverged"] * 3, ("muon_wd0", 1e-3): ["diverged", None, None]}  # fmt: skip
-    fill(tmp_path / experiment.folder, cells, lambda cell: ends[cell.series.key, cell.lr][cell.seed])
-    made = report(experiment, progress(experiment, cells, str(tmp_path)), ["paper_exact=true", "cache=x"])
-    assert made.table().rows == [
-        ["4e-3", "14.50 ± 0.707 (1 to come)", "20.00 (2 diverged)"],
-        ["1e-3", "diverged", "diverged so far"],
-    ]
-    assert made.comparison().rows[0][2:] == ["2 of 3", "14.50 ± 0.707 (1 to come)", "14.13 ± 0.004", "+0.37"]
-    assert "12 runs: 3 done, 6 diverged, 3 missing." in made.notes()
-    assert "Cross: diverged; a mean there is over the other seeds." in experiment_figures._caption(made, 30.0)
-    drawn = Figure().subplots()
-    drawn.set_ylim(10, 30)
-    experiment_figures._draw(drawn, made.results, {"color": "k", "marker": "o"}, False)
-    (crosses,) = (line for line in drawn.lines if line.get_marker() == "x")
-    assert sorted(crosses.get_xdata()) == [1e-3, 1e-3, 4e-3]
-    assert not any("data" in note for note in made.notes())
-    folder = tmp_path / experiment.folder / "muown_wd0-lr=0.004-seed=0"
-    (folder / "manifest.json").write_text('{"data": {"content": "another text"}}')
-    assert any("same data" in note for note in report(experiment, progress(experiment, cells, str(tmp_path))).notes())
-    assert "Besides the experiment's settings: paper_exact=True." in made.notes()
-
-
-def test_a_report_without_runs(multiseed, tmp_path):
-    experiment, cells = multiseed
-    made = report(experiment, progress(experiment, cells, str(tmp_path)))
-    assert {cell for row in made.table().rows for cell in row[1:]} == {"—"}
-    assert len(made.write(tmp_path / "with")) == 5  # the paper's numbers alone
-    small = load_experiment("500m_multiseed", "tiny").part(points=1, seeds=1, series=["muown_wd0"])
-    made = report(small, progress(small, small.cells(), str(tmp_path)))
-    assert len(made.write(tmp_path / "without")) == 3 and not made.comparable
-    assert "figure" not in (tmp_path / "without" / "table.md").read_text()
-
-
-def best_of(ends, folder):
-    """The table of the best rates, without names, of series of 1b that come to these perplexities, from 3e-3 down."""
-    experiment = load_experiment("1b").part(series=list(ends))
-    cells = experiment.cells()
-    rates = experiment.series[0].lr
-    fill(folder / experiment.folder, cells, lambda cell: ends[cell.series.key][rates.index(cell.lr)])
-    return [row[1:] for row in report(experiment, progress(experiment, cells, str(folder))).best().rows]
-
-
-def test_the_best_learning_rates(tmp_path):
-    """Nearly as good is what lies beside the best without a gap; a run that diverged is a gap."""
-    ends = {
-        "muown_wd0": [10.15, 10.0, 10.19, 10.21],
-        "muon_wd0": [10.1, "diverged", 10.0, 10.19],
-        "adamw_wd0.1": ["diverged"] * 4,
-    }
-    assert best_of(ends, tmp_path) == [
-        ["2e-3", "10.00", "1e-3 to 3e-3", "≥ 3"],
-        ["1e-3", "10.00", "5e-4 to 1e-3", "≥ 2"],
-    ]
-
-
-def test_the_best_beside_rates_that_are_missing_or_no_numbers(tmp_path):
-    ends = {
-        "muown_wd0": [math.nan, 10.3, 10.0, 10.3],  # both neighbours are known
-        "muon_wd0": [10.3, 10.0, None, 10.0],  # nobody knows beyond
-        "muon_wd0.1": [math.nan] * 4,
-    }
-    assert best_of(ends, tmp_path) == [
-        ["1e-3", "10.00", "1e-3 to 1e-3", "1"],
-        ["5e-4", "10.00", "5e-4 to 5e-4", "≥ 1"],
-    ]
-
-
-def test_a_rate_at_which_a_seed_diverged_is_not_the_best(multiseed, tmp_path):
-    experiment, cells = multiseed
-    ends = {("muown_wd0", 4e-3): [14.0, "diverged", "diverged"], ("muown_wd0", 1e-3): [14.5] * 3}
-    fill(tmp_path / experiment.folder, cells, lambda cell: ends.get(cell.setting[::2], ["diverged"] * 3)[cell.seed])
-    made = report(experiment, progress(experiment, cells, str(tmp_path)))
-    assert made.best().rows == [["Muown", "1e-3", "14.50 ± 0.000", "1e-3 to 1e-3", "≥ 1"]]
-    assert made.differences().rows == [] and not any("Differences" in table.title for table in made.tables)
-
-
-def test_differences_are_those_of_seeds(multiseed, tmp_path):
-    """Deviations of differences, seed by seed, and not differences of deviations."""
-    experiment, cells = multiseed
-    ends = {
-        ("muown_wd0", 4e-3): [14.0, 15.0, 16.0],
-        ("muon_wd0", 1e-3): [14.5, None, 16.7],
-        ("muown_wd0", 1e-3): [20] * 3,
-    }
-    fill(tmp_path / experiment.folder, cells, lambda cell: ends.get(cell.setting[::2], [21.0] * 3)[cell.seed])
-    made = report(experiment, progress(experiment, cells, str(tmp_path)))
-    assert made.differences().title == "Differences from Muown at 4e-3, seed by seed"
-    assert made.differences().rows == [["Muon, weight decay 0", "1e-3", "+0.600", "0.141", "2"]]
-    assert made.tables[-1] == made.differences()
-
-
-def test_further_axes_and_panels(tmp_path):
-    experiment = load_experiment("124m_weight_decay").part(points=2, series=["muon"])
-    cells = experiment.cells()
-    fill(tmp_path / experiment.folder, cells, lambda cell: 20 + 10 * cell.value + cell.lr)
-    made = report(experiment, progress(experiment, cells, str(tmp_path)))
-    assert made.table().head == [
-        "learning rate",
-        *(f"Muon, weight decay {v}" for v in ("0", "0.01", "0.03", "0.1", "0.3")),
-    ]
-    assert made.table().rows[0] == ["6e-3", "20.01", "20.11", "20.31", "21.01", "23.01"]
-    assert not made.comparable and len(made.write(tmp_path / "report")) == 5
-    width = load_experiment("width").part(points=3)
-    cells = width.cells()
-    fill(tmp_path / width.folder, cells, lambda cell: 20.0)
-    made = report(width, progress(width, cells, str(tmp_path)))
-    assert made.table().head[1] == "width 512, Muown" and made.table().rows[0][:2] == ["2^-5", "2.9957"]
 
 
 def test_runs_are_found_by_their_settings(multiseed, tmp_path):

@@ -1,31 +1,22 @@
 """scripts/reproduce.py as a user meets it: lists, reports, trains whole experiments in small, is killed and goes on."""
 
-import fcntl
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
-import threading
-import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from muown_train.config import composed
-from muown_train.paper import launch
 from muown_train.paper.experiment import load_experiment
-from muown_train.paper.launch import Launcher, Task
-from muown_train.paper.progress import progress
 from muown_train.paper.queue import keep_job
 from muown_train.paper.runs import read_run
 from tests.paper.experiments import fill, of_paper
-from tests.paper.folders import line, write
-from tests.runs import metrics
+from tests.runs import metrics, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "reproduce.py"
@@ -263,39 +254,6 @@ def test_the_job_that_sbatch_names(tmp_path, said, number):
     assert written == ([f"{number}\n"] if number else [])
 
 
-@pytest.mark.parametrize(("given", "names"), [(None, ["0", "1", "2", "3"]), ("4,5,6,7", ["4", "5", "6", "7"])])
-def test_runs_side_by_side_have_gpus_of_their_own(tmp_path, monkeypatch, given, names):
-    started = []
-
-    class Ends:
-        returncode = 0
-
-        def __init__(self, words, env, **rest):
-            started.append((words, env))
-
-        def poll(self):
-            return 0
-
-    monkeypatch.setattr(launch.subprocess, "Popen", Ends)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if given:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    experiment = load_experiment("500m_magnitude", "tiny").part(1)
-    found = progress(experiment, experiment.cells(), str(tmp_path))
-    said: list[str] = []
-    assert Launcher(tmp_path / "logs", 2, 2, 4, say=said.append).run([launch.training(each, 2) for each in found]) == 0
-    assert [env["CUDA_VISIBLE_DEVICES"] for _, env in started] == [
-        ",".join(names[:2]),
-        ",".join(names[2:]),
-        ",".join(names[:2]),
-    ]
-    assert all("--nproc-per-node=2" in words and "muown_train" in words for words, _ in started)
-    assert {env["OMP_NUM_THREADS"] for _, env in started} == {str(max(1, len(os.sched_getaffinity(0)) // 4))}
-    with pytest.raises(ValueError, match="jobs=3 runs of ranks=2 need 6 GPUs, there are 4"):
-        Launcher(tmp_path, 3, 2, 4)
-
-
 @pytest.mark.slow
 def test_an_experiment_whole(corpus, tmp_path):
     words = small(corpus, tmp_path, "experiment=gradient_noise_124m")
@@ -320,14 +278,6 @@ def test_an_experiment_whole(corpus, tmp_path):
     shown = {float(cell) for cell in re.findall(r" (\d+\.\d\d) \|", (report / "table.md").read_text())}
     assert final <= shown
     assert "Gradient noise was measured in 2 of them." in made.stdout and "| 30 | " in made.stdout
-
-
-def wait_until(true, seconds: float = 120) -> None:
-    """Wait for a condition."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def children(parent: int) -> list[int]:
@@ -375,134 +325,3 @@ def test_an_experiment_killed_in_the_middle_goes_on(corpus, tmp_path):
     for folder in (first, second):
         assert [line["step"] for line in metrics(folder)] == list(range(151))
         assert json.loads((folder / "status.json").read_text())["state"] == "finished"
-
-
-@pytest.mark.slow
-def test_runs_that_fail_or_diverge_do_not_hold_up_the_others(corpus, tmp_path):
-    words = small(corpus, tmp_path, "experiment=500m_magnitude", *RUN_WORDS)
-    done = subprocess.run([*words, "action=run", "diverged_above=1", "diverged_from=5"], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count("  diverged  ") == 2, done.stdout
-    done = subprocess.run([*words, "action=run", "init_from=nothing"], capture_output=True, text=True)
-    assert done.returncode == 1 and done.stdout.count("failed: ") == 2 and "nothing" in done.stdout, done.stdout
-
-
-SAVES = """import pathlib, signal, time
-signal.signal(signal.SIGTERM, lambda *_: None)
-pathlib.Path("up").touch()
-end = time.monotonic() + 2
-while time.monotonic() < end:
-    time.sleep(0.1)
-pathlib.Path("saved").touch()
-"""
-
-
-@pytest.mark.parametrize(
-    ("signals", "status", "saved"),
-    [
-        ([signal.SIGHUP], 0, True),  # ignored where this process ignores it, as under nohup
-        ([signal.SIGTERM, signal.SIGTERM], 130, True),
-        ([signal.SIGINT, signal.SIGINT], 130, False),
-    ],
-    ids=["hangup", "twice SIGTERM", "twice Ctrl-C"],
-)
-def test_signals_while_runs_are_in_training(tmp_path, monkeypatch, signals, status, saved):
-    monkeypatch.chdir(tmp_path)
-    said: list[str] = []
-    task = Task("a", "a", [sys.executable, "-c", SAVES], "begins", lambda: "", lambda: "done")
-
-    def send():
-        while not Path("up").exists():
-            time.sleep(0.05)
-        for number in signals:
-            os.kill(os.getpid(), number)
-            time.sleep(0.3)
-
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        threading.Thread(target=send).start()
-        assert Launcher(tmp_path, 1, 1, 0, say=said.append).run([task]) == status
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert Path("saved").exists() == saved
-    assert ("killed" in said[-1]) == (not saved), said
-
-
-RANKS = """import pathlib, subprocess, sys, time
-ranks = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)]
-pathlib.Path("ranks").write_text(" ".join(str(rank.pid) for rank in ranks))
-pathlib.Path("up").touch()
-time.sleep(60)
-"""
-
-
-def test_a_second_ctrl_c_ends_the_ranks_too(tmp_path, monkeypatch):
-    """Which have sessions of their own, as those of torchrun."""
-    monkeypatch.chdir(tmp_path)
-
-    def send():
-        wait_until(Path("up").exists)
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.3)
-
-    threading.Thread(target=send).start()
-    program = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{RANKS}"
-    task = Task("a", "a", [sys.executable, "-c", program], "begins", lambda: "", lambda: "done")
-    assert Launcher(tmp_path, 1, 1, 0, say=lambda _: None).run([task]) == 130
-    (rank,) = Path("ranks").read_text().split()
-    wait_until(lambda: not Path(f"/proc/{rank}").exists() or "\nState:\tZ" in Path(f"/proc/{rank}/status").read_text())
-
-
-@pytest.mark.parametrize(("state", "claims"), [("stopped", True), (None, True), ("running", False), ("failed", False)])
-def test_a_run_that_fails_while_it_is_stopped_is_said_to(tmp_path, monkeypatch, state, claims):
-    """Such as when the disk is full."""
-    monkeypatch.chdir(tmp_path)
-    experiment = load_experiment("500m_magnitude", "tiny").part(1)
-    (found, *_) = progress(experiment, experiment.cells(), str(tmp_path / "runs"))
-    program = "import pathlib, signal, sys, time; signal.signal(15, lambda *_: sys.exit('no space left')); "
-    task = replace(
-        launch.training(found), command=[sys.executable, "-c", f"{program}pathlib.Path('up').touch(); time.sleep(60)"]
-    )
-    if state:
-        found.folder.mkdir(parents=True)
-        (found.folder / "status.json").write_text(json.dumps({"state": state}))
-
-    def send():
-        wait_until(Path("up").exists)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=send).start()
-    said: list[str] = []
-    assert Launcher(tmp_path, 1, 1, 0, say=said.append).run([task]) == 130
-    assert ("all runs have saved" in said[-1]) == claims and ("no space left" in "".join(said)) != claims, said
-
-
-def test_a_run_with_many_probes_says_how_far_it_is(tmp_path):
-    """The last line of metrics.jsonl may be longer than what is read of its end."""
-    experiment = load_experiment("500m_magnitude", "tiny").part(1)
-    (cell, *_) = experiment.cells()
-    many = {f"spectral/matrix_{i}": 1.0 for i in range(5000)}
-    lines = [line(0), line(1, 5.0), line(2, 4.0, valid=4.5) | many]
-    write(tmp_path / experiment.folder / cell.name, lines, dict(cell.config), "finished", steps=2)
-    (found, *_) = progress(experiment, [cell], str(tmp_path))
-    assert launch.training(found).at() == "step 2/2  validation loss 4.5000"
-
-
-def test_a_run_that_another_process_has_begun_meanwhile_is_left_to_it(tmp_path):
-    experiment = load_experiment("500m_magnitude", "tiny").part(1)
-    tasks = [launch.training(each) for each in progress(experiment, experiment.cells(), str(tmp_path / "runs"))]
-    folder = tmp_path / "runs" / experiment.folder / tasks[0].log
-    folder.mkdir(parents=True)
-    said: list[str] = []
-    with (folder / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert Launcher(tmp_path / "logs", 1, 1, 0, say=said.append).run(tasks[:1]) == 0
-    assert "another process has begun it meanwhile" in said[1] and len(said) == 2, said
-    assert not list((tmp_path / "logs").iterdir())
-
-
-def test_a_line_of_a_file_of_runs_is_words():
-    experiment = load_experiment("500m_magnitude", "tiny").part(1)
-    found = progress(experiment, experiment.cells(["data=files", "data.train='a b/*.txt'"]), "of runs")
-    for each in found:
-        assert shlex.split(launch.line_of(each)) == launch.words(each)
