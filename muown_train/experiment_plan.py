@@ -2,10 +2,32 @@
 
 from collections.abc import Iterator, Sequence
 
+import torch
+
+from muown_train.batch import rows_per_update
+from muown_train.build import make_model, make_optimizer, make_schedule, make_settings
 from muown_train.paper.experiment import Cell, Experiment
 from muown_train.paper.progress import Found
 from muown_train.paper.tables import rate
 from muown_train.plan import Plan, gib, hours, needed_memory, of_parameters, planned
+from muown_train.top_level import top_level
+
+
+def check_runs(cells: Sequence[Cell], ranks: int) -> None:
+    """Make each setting's model (without numbers), schedule and optimizer once, so that what cannot be is said now.
+
+    Raises:
+        ValueError: it is.
+    """
+    for cell, *_ in _alike(cells).values():
+        config = dict(cell.config)
+        top = top_level(config, cell.name)
+        rows_per_update(top.batch_tokens, top.seq_len, top.micro_batch, ranks)
+        with torch.device("meta"):
+            model = make_model(config, top)
+        steps, _ = make_schedule(config, top, model)
+        make_optimizer(config, model, top.trust)
+        make_settings(top, steps, model, torch.device("cpu"))
 
 
 def plans(cells: Sequence[Cell], device: str, ranks: int) -> dict[tuple[str, object], tuple[Plan, list[Cell]]]:
@@ -14,10 +36,14 @@ def plans(cells: Sequence[Cell], device: str, ranks: int) -> dict[tuple[str, obj
     Raises:
         ValueError: a setting that cannot be, or a device that is not known.
     """
-    alike: dict[tuple[str, object], list[Cell]] = {}
+    return {key: (planned(list(of[0].overrides), device, ranks), of) for key, of in _alike(cells).items()}
+
+
+def _alike(cells: Sequence[Cell]) -> dict[tuple[str, object], list[Cell]]:
+    found: dict[tuple[str, object], list[Cell]] = {}
     for cell in cells:
-        alike.setdefault((cell.series.key, cell.value), []).append(cell)
-    return {key: (planned(list(of[0].overrides), device, ranks), of) for key, of in alike.items()}
+        found.setdefault((cell.series.key, cell.value), []).append(cell)
+    return found
 
 
 def gpu_hours(plan: Plan, mfu: float | None) -> float:

@@ -1,7 +1,7 @@
 """An experiment of the paper: `python scripts/reproduce.py experiment=500m_multiseed` lists its runs and their states.
 
     action       list (default; starts nothing), plan, run, submit, report, archive
-    out          folder of all runs (runs); those of an experiment are in OUT/EXPERIMENT
+    out          folder of all runs (runs); those of an experiment are in OUT/EXPERIMENT or OUT/EXPERIMENT-SCALE
     scale        tiny (seconds a run) or small (minutes): the same experiment with small models, on data=stdlib
     points       so many of each grid of learning rates, evenly spread
     seeds        so many of the seeds
@@ -74,7 +74,7 @@ def settings(words: list[str]) -> tuple[dict[str, Any], list[str], list[str]]:
     flags = [word for word in words if word.startswith("-")]
     words = [word for word in words if not word.startswith("-")]
     own, further = dict(DEFAULTS), []
-    check_overrides(words)
+    check_overrides([word for word in words if not word.startswith("experiment=")])  # which are more than ours
     for word, override in zip(words, parsed(words), strict=True):
         if override.key_or_group == "series":
             own["series"] = word.partition("=")[2].strip("[]").split(",")
@@ -101,6 +101,8 @@ def settings(words: list[str]) -> tuple[dict[str, Any], list[str], list[str]]:
     if own["mfu"] is not None and not (is_number(own["mfu"]) and 0 < own["mfu"] <= 1):
         raise ValueError(f"mfu={own['mfu']} must be above 0 and at most 1")
     own["out"] = str(own["out"])
+    if not own["out"] or (Path(own["out"]).exists() and not Path(own["out"]).is_dir()):
+        raise ValueError(f"out={own['out']} must be a folder, there or not")
     return own, further, flags
 
 
@@ -138,16 +140,16 @@ def run(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) -> 
     wanted = [each for each in found if each.wanted]
     print(summary(found))
     if not wanted:
-        print("nothing to train")
+        elsewhere = sum(each.state == "running" for each in found)
+        print("nothing to train" + f": {elsewhere} in training by another process" * bool(elsewhere))
         if not experiment.measure:
             return 0
     import torch
 
-    from muown_train.batch import rows_per_update
+    from muown_train.experiment_plan import check_runs
 
     ranks = own["ranks"] or 1
-    for each in wanted:  # an error now, not in the run's log
-        rows_per_update(*(each.cell.config[key] for key in ("batch_tokens", "seq_len", "micro_batch")), ranks)
+    check_runs([each.cell for each in wanted], ranks)  # an error now, not in the runs' logs
     logs = Path(own["out"]) / experiment.folder / "logs"
     launcher = Launcher(logs, own["jobs"] or 1, ranks, torch.cuda.device_count())
     status = launcher.run([training(each, ranks) for each in wanted]) if wanted else 0
@@ -171,12 +173,14 @@ def run(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) -> 
 
 def submit(experiment: "Experiment", found: "list[Found]", own: dict[str, Any], flags: list[str]) -> int:
     """Give what is missing to SLURM, an element of an array for each run."""
+    from muown_train.experiment_plan import check_runs
     from muown_train.files import replace
     from muown_train.paper.launch import line_of
     from muown_train.paper.progress import summary
     from muown_train.paper.queue import keep_job
 
     wanted = [each for each in found if each.wanted]
+    check_runs([each.cell for each in wanted], 1)
     print(summary(found))
     if not wanted:
         print("nothing to submit")
@@ -236,23 +240,36 @@ def main() -> int:
         from muown_train.paper.experiment import names
 
         print(__doc__)
-        print("\n".join(f"experiment={name:<20} {sentence}" for name, sentence in names().items()))
+        known = names()
+        width = max(map(len, known))
+        print("\n".join(f"experiment={name:<{width}}  {sentence}" for name, sentence in known.items()))
         return 0
     from muown_train.__main__ import explained
 
     with explained([word for word in words if not word.startswith("-")]):
+        from muown_train.mistakes import nearest
         from muown_train.paper.experiment import load_experiment, names
-        from muown_train.paper.progress import progress, summary
+        from muown_train.paper.page import check_page
+        from muown_train.paper.progress import damages, progress, summary
 
         own, further, flags = settings(words)
         if own["experiment"] is None:
-            raise ValueError(f"experiment is not set: there are {', '.join(names())}")
+            meant = "".join(nearest(word.partition("=")[0], ["experiment"]) for word in further)
+            raise ValueError(f"experiment is not set{meant}: there are {', '.join(names())}")
         experiment = load_experiment(str(own["experiment"]), own["scale"])
         experiment = experiment.part(own["points"], own["seeds"], own["series"])
         cells = experiment.cells(further)
+        if own["page"]:
+            check_page(Path(str(own["page"])), experiment.folder)
         if own["action"] == "archive":
-            return archive(experiment, progress(experiment, cells, own["out"]))
-        found = queued(progress(experiment, cells, own["out"], ARCHIVE), own)
+            found = progress(experiment, cells, own["out"])
+        else:
+            found = queued(progress(experiment, cells, own["out"], ARCHIVE), own)
+        if own["action"] != "list":
+            for sentence in damages(found):
+                print(f"note: {sentence}", file=sys.stderr)
+        if own["action"] == "archive":
+            return archive(experiment, found)
         if own["action"] == "plan":
             return plan(experiment, found, own)
         if own["action"] == "run":

@@ -212,14 +212,15 @@ def told(run: RunRecord) -> str:
     text = "running or cut off" if run.state == "running" else run.state
     if run.state != "finished" and run.steps:
         text += f", {run.step:,} of {run.steps:,} updates"
-    return f"{text}: {run.status['reason']}" if run.status.get("reason") else text
+    reason = run.damage or run.status.get("reason")
+    return f"{text}: {reason}" if reason else text
 
 
 def _final(group: Group, key: str, digits: int) -> str:
     """Mean and deviation of a group's runs that finished; or what there is so far; or that all diverged."""
     if group.finished:
         return with_deviation(group.finals(key), digits)
-    going = [run.last(key) for run in group.runs if run.state != "diverged"]
+    going = [run.last(key) for run in group.runs if run.state not in ("diverged", "damaged")]
     if not going:
         return "diverged"
     return spanned(going, f".{digits}f") + " so far" * any(value is not None for value in going)

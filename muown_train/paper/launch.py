@@ -20,7 +20,7 @@ from muown_train.paper.progress import Found, in_use, shown
 from muown_train.paper.runs import NoRun, read_run
 from muown_train.status import read_status
 
-STOPPED = 130
+STOPPED, REFUSED = 130, 2  # exit status
 _ASKED = (STOPPED, 128 + signal.SIGTERM, -signal.SIGTERM)  # how a process ends that was asked to before it was ready
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -114,16 +114,19 @@ class Launcher:
         self.logs, self.jobs, self.ranks, self.gpus, self.every, self.say = logs, jobs, ranks, gpus, every, say
         self.running: list[_Job] = []
         self.failed: list[tuple[str, str]]
+        self.first: int | None  # status of the first that ended
         self.stopping: str | None = None
         self.killed = False
 
     def run(self, tasks: Sequence[Task]) -> int:
         """Do them, one after the other or side by side; one that fails does not hold the others up.
 
+        Where the first that ends has a setting that cannot be, the others are not begun.
+
         Returns:
             0; 1 if one failed; 130 if it was interrupted, by Ctrl-C, SIGTERM or SIGHUP, after all have saved.
         """
-        self.failed = []
+        self.failed, self.first = [], None
         self.logs.mkdir(parents=True, exist_ok=True)
         self.say(f"what they print: {self.logs}")
         waiting = list(tasks)
@@ -137,6 +140,9 @@ class Launcher:
                 time.sleep(0.2)
                 for job in [job for job in self.running if job.process.poll() is not None]:
                     self._end(job, len(waiting))
+                if waiting and self.first == REFUSED:
+                    self.say(f"{len(waiting)} more are not begun: the first that ended has a setting that cannot be")
+                    waiting.clear()
                 if self.running and time.monotonic() - told >= self.every:
                     told = time.monotonic()
                     for job in self.running:
@@ -160,7 +166,7 @@ class Launcher:
 
     def _start(self, task: Task) -> None:
         if task.taken():
-            self.say(f"{task.name}  another process has begun it meanwhile: left to that one")
+            self._leave(task)
             return
         slot = min(set(range(self.jobs)) - {job.slot for job in self.running})
         environment = os.environ | {"OMP_NUM_THREADS": str(self._threads())}
@@ -182,6 +188,9 @@ class Launcher:
         if self.stopping:  # while it was being started
             process.terminate()
 
+    def _leave(self, task: Task) -> None:
+        self.say(f"{task.name}  another process has begun it meanwhile: left to that one")
+
     def _threads(self) -> int:
         """The cores divided among all processes, unless the caller has said how many threads each may have."""
         given = os.environ.get("OMP_NUM_THREADS", "")
@@ -192,11 +201,17 @@ class Launcher:
     def _end(self, job: _Job, waiting: int) -> None:
         self.running.remove(job)
         status, name = job.process.returncode, job.task.name
+        if status == REFUSED and job.task.taken():  # both were starting
+            self._leave(job.task)
+            return
+        self.first = status if self.first is None else self.first
         left = f"{waiting + len(self.running)} to go"
         if status == 0:
             self.say(f"{name}  {job.task.end()}  in {duration(time.monotonic() - job.began)}; {left}")
             return
         reason = f"status {status}, {_last_words(self.logs / f'{job.task.log}.log')}"
+        if status < 0:
+            reason = f"killed by {signal.Signals(-status).name}  {job.task.at()}; the same command goes on"
         if self.stopping and (self.killed or status in _ASKED or job.task.stopped()):
             self.say(f"{name}  stopped  {job.task.at()}")
             return

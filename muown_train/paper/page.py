@@ -28,14 +28,9 @@ def fill(page: Path, name: str, body: str, report: Sequence[Path]) -> Path:
         ValueError: the page is not there or has no such part, or the report no such figure.
         OSError: it cannot be written.
     """
-    if not page.is_file():
-        raise ValueError(f"page={page} is no file: give a page of Markdown that shows the report")
-    text = page.read_text()
-    found = {match[2]: match for match in _PART.finditer(text)}
-    if name not in found:
-        raise ValueError(f"{page} has no part for this report: <!-- report {name} --> and <!-- end -->, a line each")
+    found = _part(page, name)
     figures = {path.stem: path for path in report if path.suffix == ".png"}
-    shown = found[name][3].split() or list(figures)
+    shown = found[3].split() or list(figures)
     if missing := [figure for figure in shown if figure not in figures]:
         raise ValueError(f"{page}: {name} has no figure {missing[0]} yet; it has {', '.join(figures) or 'none'}")
     folder = page.with_suffix("") / name
@@ -43,7 +38,24 @@ def fill(page: Path, name: str, body: str, report: Sequence[Path]) -> Path:
     for path in (*(figures[figure] for figure in shown), *(path for path in report if path.suffix == ".csv")):
         shutil.copy(path, folder / path.name)
     images = [f"![{figure}]({folder.relative_to(page.parent)}/{figure}.png)\n" for figure in shown]
-    start, end = found[name].start(), found[name].end()
-    part = f"{found[name][1]}\n" + "\n".join([*images, body]) + f"\n{found[name][4]}"
-    replace(page, (text[:start] + part + text[end:]).encode())
+    part = f"{found[1]}\n" + "\n".join([*images, body]) + f"\n{found[4]}"
+    replace(page, (found.string[: found.start()] + part + found.string[found.end() :]).encode())
     return folder
+
+
+def check_page(page: Path, name: str) -> None:
+    """Error now rather than when the report has been made.
+
+    Raises:
+        ValueError: the page is not there or has no such part.
+    """
+    _part(page, name)
+
+
+def _part(page: Path, name: str) -> re.Match[str]:
+    if not page.is_file():
+        raise ValueError(f"page={page} is no file: give a page of Markdown that shows the report")
+    found = {match[2]: match for match in _PART.finditer(page.read_text())}
+    if name not in found:
+        raise ValueError(f"{page} has no part for this report: <!-- report {name} --> and <!-- end -->, a line each")
+    return found[name]

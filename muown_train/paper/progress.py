@@ -16,7 +16,7 @@ from muown_train.paper.runs import NoRun, RunRecord, Settings, read_config, read
 from muown_train.secrets import redacted_tree
 
 # as reports and lists have it: the more useful, the earlier
-STATES = ("done", "diverged", "running", "queued", "stopped", "cut off", "failed", "missing")
+STATES = ("done", "diverged", "running", "queued", "stopped", "cut off", "failed", "damaged", "missing")
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,12 @@ class Found:
     folder: Path  # of the run, or where it would be
     run: RunRecord | None
     state: str  # of STATES
+    damage: str | None = None  # of a run that is damaged
 
     @property
     def wanted(self) -> bool:
         """Whether there is something left to train, and nobody who does or will."""
-        return self.state not in ("done", "diverged", "running", "queued")
+        return self.state not in ("done", "diverged", "running", "queued", "damaged")
 
     @property
     def loss(self) -> float | None:
@@ -43,7 +44,7 @@ class Found:
         run = self.run
         steps = "" if run is None or not run.steps else f"{run.step:,}/{run.steps:,}"
         loss = "" if self.loss is None else f"loss {self.loss:.4f}"
-        reason = str(run.status.get("reason") or "") if run else ""
+        reason = self.damage or (str(run.status.get("reason") or "") if run else "")
         elsewhere = "" if run is None or run.name == self.cell.name else f"{self.folder}"
         rest = "  ".join(part for part in (reason, elsewhere) if part)
         return f"{self.cell.name:<{width}}  {self.state:<8}  {steps:>15}  {loss:<11}  {rest}".rstrip()
@@ -78,9 +79,12 @@ def progress(experiment: Experiment, cells: Sequence[Cell], out: str, archive: P
         there = by_rate.get((cell.seed, cell.lr), [])
         same = [path for path, of_run in there if same_settings(of_run, settings)]
         own = folder / check_name(cell.name)
-        if own not in same:
-            _refuse_other(own, settings, experiment.same)
         candidates = [_found(cell, path) for path in same]
+        if own not in same:
+            try:
+                _refuse_other(own, settings, experiment.same)
+            except NoRun as error:
+                candidates.append(Found(cell, own, None, "damaged", str(error)))
         candidates.sort(key=lambda each: (STATES.index(each.state), -(each.run.step if each.run else 0)))
         found.append(candidates[0] if candidates else Found(cell, own, None, _without_record(own)))
     return found
@@ -126,8 +130,8 @@ def _found(cell: Cell, folder: Path) -> Found:
     if state == "running" and not in_use(folder):
         state = "cut off"
     elif state not in STATES:
-        state = _without_record(folder)
-    return Found(cell, folder, run, state)
+        state = "cut off" if run.step and not in_use(folder) else _without_record(folder)
+    return Found(cell, folder, run, state, run.damage)
 
 
 def shown(state: str) -> str:
@@ -149,6 +153,13 @@ def in_use(folder: Path) -> bool:
     except OSError:
         return False
     return False
+
+
+def damages(found: Sequence[Found]) -> Iterator[str]:
+    """A sentence for each damaged run."""
+    for each in found:
+        if each.state == "damaged":
+            yield f"{each.folder} is damaged: {each.damage}; it counts for nothing until it is mended or moved away"
 
 
 def summary(found: Sequence[Found]) -> str:

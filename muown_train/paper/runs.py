@@ -72,8 +72,16 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """finished, diverged, running (or cut off), stopped, failed, or unknown."""
-        return str(self.status.get("state", "unknown"))
+        """finished, diverged, running (or cut off), stopped, failed, damaged, or unknown."""
+        return "damaged" if self.damage else str(self.status.get("state", "unknown"))
+
+    @cached_property
+    def damage(self) -> str | None:
+        """Why the numbers of a run that has ended are not what it came to."""
+        ended, step = self.status.get("state") in ("finished", "diverged"), self.status.get("step")
+        if not ended or not isinstance(step, int) or step == self.step:
+            return None
+        return f"metrics.jsonl ends at update {self.step:,}, the run at update {step:,}"
 
     @cached_property
     def settings(self) -> Settings:

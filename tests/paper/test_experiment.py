@@ -40,7 +40,7 @@ RUNS = {  # by hand, from the paper's grids
     "speedrun_width": 8 * 3 * 2,
 }
 OURS = {  # runs, and how many of them the experiment shares with that of learning rates, whatever their seed
-    "corpus_learning_rate": (3 * 8 + 6 + 3 * 5, 3 * 8 + 6 + 3 * 5),
+    "corpus_learning_rate": (3 * 8 + 6 + 7 + 2 * 5, 3 * 8 + 6 + 7 + 2 * 5),
     "corpus_weight_decay": (2 * 3 * 3, 3 * 3),
     "corpus_width": (4 * 3 + 2 * 5, 2 * 5),
     "corpus_magnitude": (4 + 2 * 3 + 6, 4),

@@ -68,6 +68,36 @@ def test_a_run_that_fails_does_not_hold_up_the_others(tmp_path):
     assert any(line.startswith("c  done") for line in said), said
 
 
+def test_a_setting_that_cannot_be_is_said_once(tmp_path):
+    """The first run that ends tells of the others, but not a later one."""
+    said: list[str] = []
+    refused, well = [sys.executable, "-c", "import sys; sys.exit(2)"], [sys.executable, "-c", ""]
+
+    def run(*commands):
+        said.clear()
+        tasks = [Task(name, name, each, "begins", str, str) for name, each in zip("abc", commands, strict=True)]
+        return Launcher(tmp_path, 1, 1, 0, say=said.append).run(tasks), sum("  begins" in line for line in said)
+
+    assert run(refused, well, well) == (1, 1) and any(line.startswith("2 more are not begun") for line in said)
+    assert run(well, refused, well) == (1, 3)
+
+
+def test_a_run_that_another_process_begins_at_the_same_time_is_left_to_it(tmp_path):
+    said: list[str] = []
+    taken = iter([False, True])
+    task = Task("a", "a", [sys.executable, "-c", "import sys; sys.exit(2)"], "", str, str, lambda: next(taken))
+    assert Launcher(tmp_path, 1, 1, 0, say=said.append).run([task]) == 0
+    assert said[-1] == "a  another process has begun it meanwhile: left to that one"
+
+
+def test_a_run_that_was_killed_is_said_to(tmp_path):
+    said: list[str] = []
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    task = Task("a", "a", [sys.executable, "-c", program], "", lambda: "step 10/30", str)
+    assert Launcher(tmp_path, 1, 1, 0, say=said.append).run([task]) == 1
+    assert said[-1] == "failed: a: killed by SIGKILL  step 10/30; the same command goes on"
+
+
 SAVES = """import pathlib, signal, time
 signal.signal(signal.SIGTERM, lambda *_: None)
 pathlib.Path("up").touch()

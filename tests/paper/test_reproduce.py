@@ -15,6 +15,7 @@ from muown_train.config import composed
 from muown_train.paper.experiment import load_experiment
 from muown_train.paper.queue import keep_job
 from muown_train.paper.runs import read_run
+from muown_train.paper.tables import rate
 from tests.paper.experiments import fill, of_paper
 from tests.runs import metrics, wait_until
 
@@ -44,7 +45,9 @@ def small(corpus: Path, out: Path, *words: str) -> list[str]:
 
 def states(said: str) -> dict[str, str]:
     """What a list says of each run."""
-    return dict(re.findall(r"^(\S+)  +(done|diverged|running|queued|stopped|cut off|failed|missing)", said, re.M))
+    return dict(
+        re.findall(r"^(\S+)  +(done|diverged|running|queued|stopped|cut off|failed|damaged|missing)", said, re.M)
+    )
 
 
 def test_a_list_of_nothing_and_of_a_half(reproduce, tmp_path):
@@ -147,6 +150,16 @@ def test_a_plan(reproduce, tmp_path):
             ["experiment=1b", "ranks=3", "action=run", "points=1"],
             "batch_tokens=524288 cannot be made of micro_batch=8 rows of seq_len=2048 tokens on 3 ranks",
         ),
+        (["experiment=1b", "micro_batch=abc", "action=run"], "micro_batch='abc' must be a whole number of at least 1"),
+        (["experiment=1b", "micro_batch=-4", "action=submit"], "micro_batch=-4 must be a whole number of at least 1"),
+        (["experiment=1b", "grad_clip=-1", "action=run", "points=1"], "grad_clip=-1 must be"),
+        (["experiment=1b", "precision=fp8", "action=run", "points=1"], "precision='fp8' must be auto, bfloat16"),
+        (["experiment=1b", "model.dim=81", "action=run", "points=1"], "model.dim=81 does not split into"),
+        (["experiment=1b", "page=nowhere.md", "action=report"], "page=nowhere.md is no file"),
+        (["experiement=1b"], "experiment is not set (did you mean experiment?): there are 124m"),
+        (["experiment=1bb"], "there is no experiment=1bb (did you mean 1b?); there are 124m"),
+        (["experiment=1b", "out="], "out= must be a folder"),
+        (["experiment=1b", f"out={SCRIPT}"], f"out={SCRIPT} must be a folder"),
         (["experiment=track3_muon"], "experiment=track3_muon is a single run, not a grid"),
     ],
     ids=str,
@@ -156,6 +169,35 @@ def test_what_cannot_be_is_one_sentence(reproduce, capsys, words, message):
         reproduce(*words)
     said = capsys.readouterr().err
     assert stopped.value.code == 2 and said.startswith(f"error: {message}") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "state", "said"),
+    [
+        ("metrics.jsonl", '{"step": 0}\n{"step": 1, "valid/loss": 7.0}\n{"st', "damaged", "ends at update 1, the run"),
+        ("metrics.jsonl", None, "damaged", "metrics.jsonl ends at update 0, the run at update 2"),
+        ("config.yaml", "{[not yaml: : :", "damaged", "config.yaml is not YAML"),
+        ("config.yaml", "", "damaged", "config.yaml does not hold settings"),
+        ("status.json", '{"st', "cut off", ""),
+        ("status.json", None, "cut off", ""),
+    ],
+)
+def test_a_damaged_run_counts_for_nothing_and_holds_nothing_up(
+    reproduce, capsys, tmp_path, monkeypatch, file, content, state, said
+):
+    experiment = load_experiment("500m_magnitude").part(points=2, series=["adam"])
+    first, second = experiment.cells()
+    fill(tmp_path / experiment.folder, [first, second], lambda cell: 14.0)
+    broken = tmp_path / experiment.folder / first.name / file
+    broken.write_text(content) if content is not None else broken.unlink()
+    words = ("experiment=500m_magnitude", "points=2", "series=adam", f"out={tmp_path}")
+    listed = reproduce(*words)[1]
+    assert states(listed) == {first.name: state, second.name: "done"} and said in listed
+    made = reproduce(*words, "action=report")[1]
+    assert f"| {rate(first.lr)} | — |" in made and f"| {rate(second.lr)} | 14.00 |" in made
+    monkeypatch.setattr(sys.modules["reproduce"], "ARCHIVE", tmp_path / "archive")
+    kept = reproduce(*words, "action=archive")[1]
+    assert [path.name for path in (tmp_path / "archive").glob("*")] == [second.name], kept
 
 
 def test_help_names_the_experiments(reproduce):
