@@ -47,7 +47,9 @@ def plot_losses(lines: Sequence[Line], path: Path, title: str, unigram: float | 
         style.save(figure, [path])
 
 
-def plot_comparison(groups: Sequence[Group], words: Sequence[Sequence[str]], paths: Sequence[Path]) -> None:
+def plot_comparison(
+    groups: Sequence[Group], words: Sequence[Sequence[str]], paths: Sequence[Path], note: str = ""
+) -> None:
     """Validation and training loss of settings against tokens and, if one kind of machine has trained all, wall time.
 
     The legend is beside the axes, or where its entries were long below them, a table with a column for each setting.
@@ -58,10 +60,11 @@ def plot_comparison(groups: Sequence[Group], words: Sequence[Sequence[str]], pat
 
     Args:
         words: of each group as many, such as `Muown` and `lr=0.01`; those whose first
-            one begins with the same word have one colour.
+            one begins with the same word have one colour: see `style.of_lines`.
+        note: follows the caption.
         paths: a file for each format.
     """
-    looks = style.of_lines([each[0].split(" ")[0] for each in words])
+    looks = style.of_lines([each[0] for each in words])
     beside = len(words[0]) == 1 or max(len(" ".join(each)) for each in words) <= _BESIDE
     entries = [style.name(" ".join(each), _BESIDE) for each in words] if beside else style.aligned(words)
     lines = sum(1 + entry.count("\n") for entry in entries)
@@ -84,9 +87,9 @@ def plot_comparison(groups: Sequence[Group], words: Sequence[Sequence[str]], pat
         if beside:
             handles = [axes[0, 0].plot([], [], label=e, **look)[0] for e, look in zip(entries, looks, strict=True)]
             figure.legend(handles=handles, loc="outside right upper", handlelength=3.5)
-            style.caption(figure, caption(groups))
+            style.caption(figure, f"{caption(groups)} {note}")
         else:
-            style.table_below(figure, entries, looks, caption(groups))
+            style.table_below(figure, entries, looks, f"{caption(groups)} {note}")
         style.save(figure, paths)
 
 

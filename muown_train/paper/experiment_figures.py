@@ -52,7 +52,7 @@ def plot_rates(report: "Report", paths: Sequence[Path]) -> bool:
         if report.comparable:
             handles += row[0].plot([], [], color="0.35", linestyle=":", label="the paper's")
         figure.legend(handles=handles, loc="outside right upper", handlelength=3.0)
-        style.caption(figure, _caption(report, row[0].get_ylim()[1]))
+        style.caption(figure, f"{_caption(report, row[0].get_ylim()[1])} {report.of_scale}")
         style.save(figure, paths)
     return True
 
@@ -71,7 +71,7 @@ def plot_curves(report: "Report", paths: Sequence[Path]) -> bool:
             groups.append(Group(runs))
             words.append([f"{names[result.series.key, result.value]},", f"lr {rate(result.lr)}"])
     if groups:
-        plot_comparison(groups, words, paths)
+        plot_comparison(groups, words, paths, report.of_scale)
     return bool(groups)
 
 
@@ -153,9 +153,11 @@ def _draw(axes: "Axes", results: Sequence["Result"], look: dict[str, Any], with_
             axes.fill_between(rates, least, largest, color=look["color"], alpha=0.18, linewidth=0)
     above = [each.lr for each in results if _above(each, edge)]
     lost = [each.lr for each in results if each.count("diverged")]
-    for at, marker, size in ((above, "^", 4), (lost, "x", 6)):
+    for at, marker, size in ((above, r"$\uparrow$", 10), (lost, "x", 6)):
         if at:
-            axes.plot(at, [edge] * len(at), marker, color=look["color"], markersize=size, clip_on=False)
+            axes.plot(
+                at, [edge] * len(at), linestyle="", marker=marker, color=look["color"], markersize=size, clip_on=False
+            )
     if with_paper:
         points = [(each.lr, mean) for each in results if (mean := each.of_paper[0]) is not None]
         if points:
@@ -166,7 +168,7 @@ def _draw(axes: "Axes", results: Sequence["Result"], look: dict[str, Any], with_
 def _caption(report: "Report", edge: float) -> str:
     """What is not plain from the figure: of spans and marks those that it has."""
     parts = ["Mean over seeds, shaded from the lowest to the highest."] * any(len(r.runs) > 1 for r in report.results)
-    parts += ["Triangle at the upper edge: above the frame."] * any(_above(result, edge) for result in report.results)
+    parts += ["Arrow at the upper edge: above the frame."] * any(_above(result, edge) for result in report.results)
     if any(result.count("diverged") for result in report.results):
         survivors = any(result.count("diverged") > 0 < len(result.values) for result in report.results)
         parts.append(f"Cross: diverged{'; a mean there is over the other seeds' * survivors}.")

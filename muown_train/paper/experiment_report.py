@@ -292,11 +292,19 @@ class Report:
         if self.experiment.report in TABLES:
             those = sum(len(line.runs) for line in self.measured)
             notes.append(f"{self.experiment.report.replace('_', ' ').capitalize()} was measured in {those} of them.")
-        if self.experiment.scale:
-            notes.append(f"scale={self.experiment.scale}: nothing here can be compared with the paper's numbers.")
+        if self.experiment.report == "step_time" and any(device.startswith("1 x ") for device in devices):
+            notes.append("On one rank there is nothing to distribute: replicated and distributed are the same there.")
+        if self.of_scale:
+            notes.append(self.of_scale)
         if self.changed:
             notes.append(f"Besides the experiment's settings: {' '.join(self.changed)}.")
         return notes
+
+    @property
+    def of_scale(self) -> str:
+        """That it is of small runs, if it is; figures say so too."""
+        scale = self.experiment.scale
+        return f"scale={scale}: nothing here can be compared with the paper's numbers." if scale else ""
 
     def body(self, level: int = 2) -> str:
         """The tables as Markdown under headings of a level, and the notes."""

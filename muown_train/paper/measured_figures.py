@@ -25,18 +25,18 @@ _BINS = 30
 def plot_spectral(report: "Report", paths: Sequence[Path]) -> bool:
     """The factors of Proposition 1 of each kind of matrix against the update: median and span of all layers."""
     rows = [(quantity, None, f"{quantity.title}\n{quantity.symbol}") for quantity in SPECTRAL]
-    return _grid(report.measured, rows, paths, "log")
+    return _grid(report, rows, paths, "log")
 
 
 def plot_blocks(quantity: OfMatrix, report: "Report", paths: Sequence[Path]) -> bool:
     """One of the factors in some blocks, one by one."""
     rows = [(quantity, layer, f"block {layer + 1}\n{quantity.symbol}") for layer in shown_blocks(report.measured)]
-    return _grid(report.measured, rows, paths, "log")
+    return _grid(report, rows, paths, "log")
 
 
 def plot_effective_rank(report: "Report", paths: Sequence[Path]) -> bool:
     """The normalised effective rank of minibatch gradients: median and span of all layers."""
-    return _grid(report.measured, [(RANK, None, RANK.title.replace(" ", "\n", 1))], paths, "linear")
+    return _grid(report, [(RANK, None, RANK.title.replace(" ", "\n", 1))], paths, "linear")
 
 
 def plot_singular_values(report: "Report", paths: Sequence[Path]) -> bool:
@@ -66,11 +66,11 @@ def plot_singular_values(report: "Report", paths: Sequence[Path]) -> bool:
                 above.stairs(density, edges, linewidth=1.0, **plain)
                 below.plot(parts, values, linewidth=1.1, **plain)
             above.set_xlabel("singular value")
-            below.set_xlabel("part that is smaller")
+            below.set_xlabel("fraction below")
         axes[0, 0].set_ylabel("density")
         axes[1, 0].set_ylabel("singular value")
         _legend(figure, axes[0, 0], lines, looks, markers=False)
-        style.caption(figure, f"Block {block + 1}, after the last update that was measured.")
+        style.caption(figure, f"Block {block + 1}, after the last update that was measured. {report.of_scale}")
         style.save(figure, paths)
     return True
 
@@ -86,21 +86,25 @@ def plot_noise(report: "Report", paths: Sequence[Path]) -> bool:
     looks = style.of_lines([key for _, key, _ in terms])
     with style.new_figure(8.4, 2.8) as figure:
         left, right = figure.subplots(1, 2)
-        for (line, key, spread), look in zip(terms, looks, strict=True):
-            label = style.name(f"{names[key]} along {line.label}", 60).replace(r"\$", "$")
-            _draw(left, spread, look, quartiles=True, label=label)
+        for i, ((line, key, spread), look) in enumerate(zip(terms, looks, strict=True)):
+            label = f"{names[key]} along {style.name(line.label, 60)}"
+            _draw_quartiles(left, spread, (i - (len(terms) - 1) / 2) / 60, label, look)
         left.set(ylabel="noise term", yscale="log")
         style.plain_ticks(left)
         ratios = [(line, line.spread("muon/muown")) for line in lines]
         ratios = [(line, spread) for line, spread in ratios if len(spread.steps)]
-        for (line, spread), look in zip(ratios, style.of_lines([line.label for line, _ in ratios]), strict=True):
-            _draw(right, spread, look | {"color": style.GREEN}, quartiles=True, label=f"ratio along {line.label}")
+        for i, (line, spread) in enumerate(ratios):
+            look = style.of_lines([line.label for line, _ in ratios])[i] | {"color": style.BLACK}
+            shift = (i - (len(ratios) - 1) / 2) / 60
+            _draw_quartiles(right, spread, shift, f"ratio along {style.name(line.label, 60)}", look)
         right.axhline(1, color="0.35", linewidth=0.8, linestyle=":")
         right.set(ylabel=f"{names['muon']} / ({names['muown']})")
         for axes in (left, right):
             style.count_axis(axes, "update")
         figure.legend(loc="outside right upper", handlelength=3.0)
-        style.caption(figure, "Lines: medians over matrices; shaded: from the lower to the upper quartile.")
+        style.caption(
+            figure, f"Medians over matrices, with quartiles; points are beside one another. {report.of_scale}"
+        )
         style.save(figure, paths)
     return True
 
@@ -128,7 +132,7 @@ def plot_step_times(report: "Report", paths: Sequence[Path]) -> bool:
         axes.margins(y=0.2)
         axes.set_xlabel("seconds an update")
         paper = " Open square: the paper's median." * report.comparable
-        style.caption(figure, f"Circle: median, with quartiles.{paper}")
+        style.caption(figure, f"Circle: median, with quartiles.{paper} {report.of_scale}")
         style.save(figure, paths)
     return True
 
@@ -158,9 +162,10 @@ def _figure(columns: int, rows: int) -> Any:
 
 
 def _grid(
-    lines: Sequence[Measured], rows: Sequence[tuple[OfMatrix, int | None, str]], paths: Sequence[Path], scale: str
+    report: "Report", rows: Sequence[tuple[OfMatrix, int | None, str]], paths: Sequence[Path], scale: str
 ) -> bool:
     """A panel for each kind of matrix and each row, with a line for each setting."""
+    lines = report.measured
     kinds, looks = _kinds(lines), _looks(lines)
     if not kinds or not any(len(line.spread(rows[0][0].key).steps) for line in lines):
         return False
@@ -180,20 +185,26 @@ def _grid(
             panel.locator_params(axis="x", nbins=3)
         _legend(figure, axes[0, 0], lines, looks)
         of_all = rows[0][1] is None and any(len(line.layers()) > 1 or len(line.runs) > 1 for line in lines)
-        style.caption(figure, "Lines: medians over layers and seeds; shaded: from the least to the largest." * of_all)
+        spread = "Lines: medians over layers and seeds; shaded: from the least to the largest." * of_all
+        style.caption(figure, f"{spread} {report.of_scale}")
         style.save(figure, paths)
     return True
 
 
-def _draw(axes: "Axes", found: Spread, look: dict[str, Any], quartiles: bool = False, **more: Any) -> None:
+def _draw(axes: "Axes", found: Spread, look: dict[str, Any]) -> None:
     if not len(found.steps):
         return
-    low, high = (1, 3) if quartiles else (0, 4)
-    every = max(1, len(found.steps) // 5)
-    axes.plot(found.steps, found.median, linewidth=1.2, markevery=every, **(look | more))
+    axes.plot(found.steps, found.median, linewidth=1.2, markevery=max(1, len(found.steps) // 5), **look)
     axes.fill_between(
-        found.steps, found.quantiles[low], found.quantiles[high], color=look["color"], alpha=0.15, linewidth=0
+        found.steps, found.quantiles[0], found.quantiles[-1], color=look["color"], alpha=0.15, linewidth=0
     )
+
+
+def _draw_quartiles(axes: "Axes", found: Spread, shift: float, label: str, look: dict[str, Any]) -> None:
+    """Shifted by a part of the width, since there are few points and bands of several lines would hide one another."""
+    low, high = found.median - found.quantiles[1], found.quantiles[3] - found.median
+    at = found.steps + shift * found.steps[-1]
+    axes.errorbar(at, found.median, yerr=[low, high], linewidth=1.2, elinewidth=0.8, capsize=2, label=label, **look)
 
 
 def _legend(

@@ -21,7 +21,7 @@ def spectral_tables(report: "Report") -> list[Table]:
         values = line.spread(quantity, kind).median
         if not len(values):
             return ABSENT
-        return f"{values[-1]:.3g}" + (f" (x{values[-1] / values[0]:.2f})" if values[0] else "")
+        return _three(values[-1]) + (f" (×{values[-1] / values[0]:.2f})" if values[0] else "")
 
     def turned(line: Measured, kind: str) -> str:
         found = line.spread(NEGATIVE, kind)
@@ -72,7 +72,12 @@ def _quartiles(spread: Spread, step: float) -> str:
     if not len(at):
         return ABSENT
     low, median, high = spread.quantiles[1:4, at[0]]
-    return f"{median:.3g} [{low:.3g}, {high:.3g}]"
+    return f"{_three(median)} [{_three(low)}, {_three(high)}]"
+
+
+def _three(value: float) -> str:
+    """Three digits, zeros among them: 0.190, 1.80, 16.0."""
+    return f"{value:#.3g}".rstrip(".")
 
 
 def _by_kind(title: str, lines: Sequence[Measured], cell: Callable[[Measured, str], str]) -> Table:

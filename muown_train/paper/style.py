@@ -3,6 +3,7 @@
 The palette is that of Okabe and Ito (Color Universal Design, 2008) without its yellow, which is lost on white.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK = COLOURS = (
     "#56B4E9",
     "#000000",
 )
+_OPTIMIZERS = ("muown", "muon", "normuon", "adamw", "soap", "lion")  # that have the first colours
 LINES = ("-", "--", "-.", ":")
 MARKERS = "osD^vPX"
 _LONGEST = 20  # letters of a value in a legend
@@ -55,18 +57,25 @@ def new_figure(width: float, height: float) -> Iterator["Figure"]:
         yield Figure(figsize=(width, height), layout="constrained")
 
 
-def of_lines(families: Sequence[Any]) -> list[dict[str, Any]]:
+def of_lines(labels: Sequence[str]) -> list[dict[str, Any]]:
     """Colour, line and marker of each line; no two look the same up to 28 lines.
 
     Args:
-        families: of each line what it belongs to, such as an optimizer. A family has a colour if there are colours for
-            all of them; else every line has the next one.
+        labels: of lines, of which those that begin with the same word have one colour, if there are others and colours
+            for all; an optimizer the same one in every figure. Else every line has the next colour.
     """
-    order = list(dict.fromkeys(families))
+    families = [label.partition(" ")[0].rstrip(",").lower() for label in labels]
+    if len(set(families)) == 1:
+        families = list(labels)
+    own = {family: _OPTIMIZERS.index(family) for family in families if family in _OPTIMIZERS}
+    free = iter([colour for colour in range(len(COLOURS)) if colour not in own.values()])
+    for family in dict.fromkeys(families):
+        if family not in own:
+            own[family] = next(free, len(COLOURS))
     looks = []
     for index, family in enumerate(families):
-        if len(order) <= len(COLOURS):
-            colour, turn = order.index(family), list(families[:index]).count(family)
+        if max(own.values()) < len(COLOURS):
+            colour, turn = own[family], families[:index].count(family)
             marker = colour + turn
         else:
             turn, colour = divmod(index, len(COLOURS))
@@ -110,8 +119,8 @@ def plain_ticks(axes: "Axes") -> None:
 
 
 def name(text: str, width: int) -> str:
-    """A name of a run or a setting in a figure: as it is, in lines of so many characters."""
-    return fill(text, width).replace("$", r"\$")
+    """A name of a run or a setting in a figure: as it is but for powers of two, in lines of so many characters."""
+    return re.sub(r"\b2\^(-?\d+)\b", r"$2^{\1}$", fill(text, width).replace("$", r"\$"))
 
 
 def aligned(words: Sequence[Sequence[str]]) -> list[str]:

@@ -62,7 +62,7 @@ def tex(text: str) -> str:
     text = re.sub(r"([&%$#_{}])", r"\\\1", text)
     text = re.sub(r"\b([\d.]+)e(-?\d+)\b", r"$\1 \\times 10^{\2}$", text)
     text = re.sub(r"\b2\^(-?\d+)\b", r"$2^{\1}$", text)
-    return text.replace("±", r"$\pm$").replace("—", "---").replace("≥", r"$\geq$")
+    return text.replace("±", r"$\pm$").replace("×", r"$\times$").replace("—", "---").replace("≥", r"$\geq$")
 
 
 def rate(lr: float) -> str:

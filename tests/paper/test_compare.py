@@ -244,10 +244,17 @@ def test_one_run_is_a_picture(tmp_path):
 
 
 def test_lines_look_different():
-    for families in (range(28), [i % 7 for i in range(28)], ["a"] * 20):
-        looks = [tuple(look.values()) for look in style.of_lines(list(families))]
+    for labels in (range(28), [i % 7 for i in range(28)], ["a"] * 20, [f"muown {i}" for i in range(28)]):
+        looks = [tuple(look.values()) for look in style.of_lines([str(label) for label in labels])]
         assert len(set(looks)) == len(looks)
-    assert len({look["color"] for look in style.of_lines(["a", "b", "a"])}) == 2
+
+    def colours(*labels):
+        return [look["color"] for look in style.of_lines(labels)]
+
+    assert colours("a", "b", "a 2") == [style.BLUE, style.VERMILLION, style.BLUE]
+    assert colours("Muon, weight decay 0", "of", "Muown") == [style.VERMILLION, style.GREEN, style.BLUE]
+    assert colours("muown lr=1", "muown lr=2") == [style.BLUE, style.VERMILLION]  # of one optimizer alone
+    assert colours("soap", "muon", "muon,") == [style.ORANGE, style.VERMILLION, style.VERMILLION]
 
 
 def test_cells():

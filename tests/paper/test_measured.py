@@ -135,9 +135,9 @@ def test_spectra(tmp_path):
     assert [len(each.runs) for each in made.measured] == [1, 1, 1]
     tables = made.tables[1:]
     assert [table.rows[1] for table in tables[:3]] == [
-        ["MLP out", "16 (x16.00)", "4 (x4.00)", "1 (x1.00)"],
-        ["MLP out", "8 (x16.00)", "2 (x4.00)", "0.5 (x1.00)"],
-        ["MLP out", "2 (x1.00)", "2 (x1.00)", "2 (x1.00)"],
+        ["MLP out", "16.0 (×16.00)", "4.00 (×4.00)", "1.00 (×1.00)"],
+        ["MLP out", "8.00 (×16.00)", "2.00 (×4.00)", "0.500 (×1.00)"],
+        ["MLP out", *["2.00 (×1.00)"] * 3],
     ]
     assert tables[3].rows == [["query", ABSENT], ["MLP out", "37.5% [25.0%, 50.0%]"]]
     blocks = [f"blocks_{name}" for name in ("spectral_norm", "max_row_norm", "coherence")]
@@ -193,7 +193,7 @@ def test_gradient_noise(tmp_path):
         return {f"{name}/{key}": value for name in NAMES for key, value in terms.items()} | {"median/muon": 5.0}
 
     made = filled("gradient_noise_124m", tmp_path, numbers)
-    assert made.tables[1].rows[1] == ["2", "4 [4, 4]", "1 [1, 1]", "4 [4, 4]"]
+    assert made.tables[1].rows[1] == ["2", "4.00 [4.00, 4.00]", "1.00 [1.00, 1.00]", "4.00 [4.00, 4.00]"]
     assert drawn(made, tmp_path / "report") == ["figure", "losses"]
 
 
