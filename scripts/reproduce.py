@@ -291,6 +291,8 @@ def main() -> int:
         print(f"{experiment.name}: {experiment.sentence}")
         width = max(len(each.cell.name) for each in found)
         print("\n".join(each.line(width) for each in found))
+        if kept := sum(each.run is not None and each.folder.is_relative_to(ARCHIVE) for each in found):
+            print(f"{kept} of them are kept in {ARCHIVE}")
         print(summary(found))
     return 0
 

@@ -157,11 +157,8 @@ class Report:
             tables.append(self.comparison())
         if further := TABLES.get(self.experiment.report):
             tables += further(self)
-        if self.experiment.report == "rates":
-            tables.append(self.best())
-        if (differences := self.differences()).rows:
-            tables.append(differences)
-        return tables
+        last = [*([self.best()] if self.experiment.report == "rates" else []), self.differences()]
+        return tables + [table for table in last if table.rows]
 
     def tried(self) -> Iterator[tuple[str, list[Result], int]]:
         """Of each setting with runs that are done: its name, the grid's results, and the place of the best."""
