@@ -46,7 +46,6 @@ OURS = {  # runs, and how many of them the experiment shares with that of learni
     "corpus_magnitude": (4 + 2 * 3 + 6, 4),
     "corpus_init_std": (2 * 2 * 4, 2 * 4),
     "corpus_fused_qkv": (4 * 3, 2 * 3),
-    "corpus_horizon": (2 * 2 * 4, 2 * 2),
     "corpus_seeds": (7 * 3, 7 * 3),
     "corpus_width_seeds": (2 * 3, 0),
     "corpus_spectral": (5, 4),
