@@ -129,10 +129,11 @@ def _rate_axis(axes: "Axes", rates: Sequence[float]) -> None:
         ticks = grid[:: 1 + (len(grid) - 1) // _TICKS]
         labels = [f"$2^{{{np.log2(tick):.0f}}}$" for tick in ticks]
     else:
+        apart = np.log(1.44 * grid[-1] / grid[0]) / (_TICKS + 1)  # or the labels touch
         decades = range(math.floor(math.log10(grid[0])), math.ceil(math.log10(grid[-1])) + 1)
         for between in ((1, 2, 4, 6, 8), (1, 2, 5), (1, 3), (1,)):
             ticks = [tick for k in decades for n in between if grid[0] <= (tick := float(f"{n}e{k}")) <= grid[-1]]
-            if len(ticks) <= _TICKS:
+            if all(np.diff(np.log(ticks)) >= apart):
                 break
         ticks = ticks or grid[:_TICKS]
         labels = [rate(tick) for tick in ticks]

@@ -3,7 +3,10 @@
 import csv
 import math
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from muown_train.paper import experiment_figures
@@ -169,3 +172,15 @@ def test_further_axes_and_panels(tmp_path):
     fill(tmp_path / width.folder, cells, lambda cell: 20.0)
     made = report(width, progress(width, cells, str(tmp_path)))
     assert made.table().head[1] == "width 512, Muown" and made.table().rows[0][:2] == ["2^-5", "2.9957"]
+
+
+@given(st.lists(st.floats(1e-5, 0.1), min_size=1, max_size=12))
+def test_labels_of_learning_rates_do_not_touch(rates):
+    axes = Figure().subplots()
+    axes.set_xscale("log")
+    experiment_figures._rate_axis(axes, rates)
+    left, right = np.log(axes.get_xlim())
+    ticks = np.log(axes.get_xticks())
+    assert 1 <= len(ticks) <= 7 and all(left <= ticks) and all(ticks <= right)
+    if len(set(rates)) > 2:  # two rates may have no round number between them
+        assert all(np.diff(ticks) >= 0.9 * (right - left) / 7) or len(ticks) == len(set(rates))
