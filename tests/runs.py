@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +37,9 @@ SMALL = (
 
 
 def slow_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
-    """Parameters of a test that is slow for all values, or tuples of values, but some."""
+    """Parameters of a test that is slow for all values but some."""
     few = list(quick)
-    slow = partial(pytest.param, marks=pytest.mark.slow)
-    return [value if value in few else slow(*value) if isinstance(value, tuple) else slow(value) for value in values]
+    return [value if value in few else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def configured(*overrides: str) -> DictConfig:
