@@ -173,18 +173,19 @@ def run(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) -> 
 
 def submit(experiment: "Experiment", found: "list[Found]", own: dict[str, Any], flags: list[str]) -> int:
     """Give what is missing to SLURM, an element of an array for each run."""
-    from muown_train.experiment_plan import check_runs
     from muown_train.files import replace
     from muown_train.paper.launch import line_of
     from muown_train.paper.progress import summary
     from muown_train.paper.queue import keep_job
 
     wanted = [each for each in found if each.wanted]
-    check_runs([each.cell for each in wanted], 1)
     print(summary(found))
     if not wanted:
         print("nothing to submit")
         return 0
+    from muown_train.experiment_plan import check_runs  # which loads torch
+
+    check_runs([each.cell for each in wanted], 1)
     if shutil.which("sbatch") is None:
         raise ValueError("action=submit needs sbatch, which is not here: submit from a login node, or action=run")
     if Path.cwd() != ROOT:

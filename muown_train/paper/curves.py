@@ -87,7 +87,7 @@ def plot_comparison(
         if beside:
             handles = [axes[0, 0].plot([], [], label=e, **look)[0] for e, look in zip(entries, looks, strict=True)]
             figure.legend(handles=handles, loc="outside right upper", handlelength=3.5)
-            style.caption(figure, f"{caption(groups)} {note}")
+            style.caption(figure, caption(groups), note)
         else:
             style.table_below(figure, entries, looks, f"{caption(groups)} {note}")
         style.save(figure, paths)

@@ -52,7 +52,7 @@ def plot_rates(report: "Report", paths: Sequence[Path]) -> bool:
         if report.comparable:
             handles += row[0].plot([], [], color="0.35", linestyle=":", label="the paper's")
         figure.legend(handles=handles, loc="outside right upper", handlelength=3.0)
-        style.caption(figure, f"{_caption(report, row[0].get_ylim()[1])} {report.of_scale}")
+        style.caption(figure, _caption(report, row[0].get_ylim()[1]), report.of_scale)
         style.save(figure, paths)
     return True
 

@@ -70,7 +70,7 @@ def plot_singular_values(report: "Report", paths: Sequence[Path]) -> bool:
         axes[0, 0].set_ylabel("density")
         axes[1, 0].set_ylabel("singular value")
         _legend(figure, axes[0, 0], lines, looks, markers=False)
-        style.caption(figure, f"Block {block + 1}, after the last update that was measured. {report.of_scale}")
+        style.caption(figure, f"Block {block + 1}, after the last update that was measured.", report.of_scale)
         style.save(figure, paths)
     return True
 
@@ -88,23 +88,21 @@ def plot_noise(report: "Report", paths: Sequence[Path]) -> bool:
         left, right = figure.subplots(1, 2)
         for i, ((line, key, spread), look) in enumerate(zip(terms, looks, strict=True)):
             label = f"{names[key]} along {style.name(line.label, 60)}"
-            _draw_quartiles(left, spread, (i - (len(terms) - 1) / 2) / 60, label, look)
+            _draw_quartiles(left, spread, i - (len(terms) - 1) / 2, label, look)
         left.set(ylabel="noise term", yscale="log")
         style.plain_ticks(left)
         ratios = [(line, line.spread("muon/muown")) for line in lines]
         ratios = [(line, spread) for line, spread in ratios if len(spread.steps)]
-        for i, (line, spread) in enumerate(ratios):
-            look = style.of_lines([line.label for line, _ in ratios])[i] | {"color": style.BLACK}
-            shift = (i - (len(ratios) - 1) / 2) / 60
-            _draw_quartiles(right, spread, shift, f"ratio along {style.name(line.label, 60)}", look)
+        looks = style.of_lines([line.label for line, _ in ratios])
+        for i, ((line, spread), look) in enumerate(zip(ratios, looks, strict=True)):
+            label = f"ratio along {style.name(line.label, 60)}"
+            _draw_quartiles(right, spread, i - (len(ratios) - 1) / 2, label, look | {"color": style.BLACK})
         right.axhline(1, color="0.35", linewidth=0.8, linestyle=":")
         right.set(ylabel=f"{names['muon']} / ({names['muown']})")
         for axes in (left, right):
             style.count_axis(axes, "update")
         figure.legend(loc="outside right upper", handlelength=3.0)
-        style.caption(
-            figure, f"Medians over matrices, with quartiles; points are beside one another. {report.of_scale}"
-        )
+        style.caption(figure, "Medians over matrices, with quartiles; points are beside one another.", report.of_scale)
         style.save(figure, paths)
     return True
 
@@ -132,7 +130,7 @@ def plot_step_times(report: "Report", paths: Sequence[Path]) -> bool:
         axes.margins(y=0.2)
         axes.set_xlabel("seconds an update")
         paper = " Open square: the paper's median." * report.comparable
-        style.caption(figure, f"Circle: median, with quartiles.{paper} {report.of_scale}")
+        style.caption(figure, f"Circle: median, with quartiles.{paper}", report.of_scale)
         style.save(figure, paths)
     return True
 
@@ -186,7 +184,7 @@ def _grid(
         _legend(figure, axes[0, 0], lines, looks)
         of_all = rows[0][1] is None and any(len(line.layers()) > 1 or len(line.runs) > 1 for line in lines)
         spread = "Lines: medians over layers and seeds; shaded: from the least to the largest." * of_all
-        style.caption(figure, f"{spread} {report.of_scale}")
+        style.caption(figure, spread, report.of_scale)
         style.save(figure, paths)
     return True
 
@@ -201,9 +199,9 @@ def _draw(axes: "Axes", found: Spread, look: dict[str, Any]) -> None:
 
 
 def _draw_quartiles(axes: "Axes", found: Spread, shift: float, label: str, look: dict[str, Any]) -> None:
-    """Shifted by a part of the width, since there are few points and bands of several lines would hide one another."""
+    """Shifted by so many sixtieths of the width: bands of several lines with few points would hide one another."""
     low, high = found.median - found.quantiles[1], found.quantiles[3] - found.median
-    at = found.steps + shift * found.steps[-1]
+    at = found.steps + shift / 60 * found.steps[-1]
     axes.errorbar(at, found.median, yerr=[low, high], linewidth=1.2, elinewidth=0.8, capsize=2, label=label, **look)
 
 

@@ -182,8 +182,9 @@ def table_below(figure: "Figure", entries: Sequence[str], looks: Sequence[dict[s
     )
 
 
-def caption(figure: "Figure", text: str) -> None:
-    """A small line below the axes, broken to the figure's width."""
+def caption(figure: "Figure", *sentences: str) -> None:
+    """Small lines below the axes, broken to the figure's width; empty sentences do not count."""
+    text = " ".join(filter(None, sentences))
     figure.supxlabel(name(text, round(21 * figure.get_figwidth())), x=0.01, ha="left", fontsize=6.5, color="0.35")
 
 

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from filelock import FileLock
 from muown_train.analysis.saved import Results
 from muown_train.saved_run import open_run, write_run
 from tests.analysis.test_probes import probed
-from tests.runs import built, trained
+from tests.runs import built, trained, wait_until
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 PROBES = ("probes=[spectral,effective_rank,attention_logits]", "probe_every=4")
@@ -103,10 +102,7 @@ def test_what_another_process_measures_is_waited_for(run, analyze, tmp_path, cap
     said: list[str] = []
     other = threading.Thread(target=lambda: said.append(analyze("spectral", run.folder, "--out", tmp_path)))
     other.start()
-    until = time.monotonic() + 60
-    while "another process measures its spectral, wait for it" not in capsys.readouterr().err:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_until(lambda: "another process measures its spectral, wait for it" in capsys.readouterr().err)
     file.write_text(json.dumps(line | {"blocks.0.mlp.out.weight/spectral_norm": 7654.0}) + "\n")
     lock.release()
     other.join()
