@@ -19,14 +19,14 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
-from muown_train.__main__ import Parser
-from muown_train.build import make_optimizer
-from muown_train.checkpoint import Checkpoints, ModelState, OptimizerState, Stateful
-from muown_train.config import composed
-from muown_train.distributed import World
-from muown_train.factory import factory
-from muown_train.measuring import seconds
-from muown_train.pipes import script
+from muown_train.cli.main import Parser
+from muown_train.cli.process import script
+from muown_train.config.compose import composed
+from muown_train.config.instantiate import factory
+from muown_train.runs.checkpoint import Checkpoints, ModelState, OptimizerState, Stateful
+from muown_train.runtime.benchmark import seconds
+from muown_train.runtime.distributed import World
+from muown_train.training.build import make_optimizer
 
 
 def made(overrides: list[str], device: torch.device) -> tuple[nn.Module, Optimizer]:

@@ -18,14 +18,14 @@ from pathlib import Path
 
 import numpy as np
 
-from muown_train.__main__ import Parser
-from muown_train.data.documents import expand, read_documents
+from muown_train.cli.main import Parser
+from muown_train.cli.process import script
+from muown_train.data.hub.streaming import StreamRows
 from muown_train.data.rows import RowSource, TokenRows
-from muown_train.data.streaming import StreamRows
+from muown_train.data.text.documents import expand, read_documents
+from muown_train.data.text.tokenizer import Tokenizer, encode_documents, load_tokenizer
 from muown_train.data.token_file import TokenWriter, read_tokens
-from muown_train.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
 from muown_train.data.workers import AHEAD, with_workers
-from muown_train.pipes import script
 
 SEQ_LEN = 1024
 ROWS = 64  # in a batch

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from muown_train.__main__ import Parser
-from muown_train.hardware import device_name
-from muown_train.models import attention, cross_entropy
-from muown_train.pipes import script
+from muown_train.cli.main import Parser
+from muown_train.cli.process import script
+from muown_train.models import attention
+from muown_train.models import loss as cross_entropy
+from muown_train.runtime.hardware import device_name
 
 TOKENS = 4096
 LENGTHS = (128, 256, 512, 1024, 2048)

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muown_train.__main__ import Parser
-from muown_train.measuring import peak_memory
+from muown_train.cli.main import Parser
+from muown_train.cli.process import script
 from muown_train.optim import Muon, Muown, shard
-from muown_train.optim.orthogonalize import has_fast_bfloat16
-from muown_train.pipes import script
+from muown_train.optim.core.orthogonalize import has_fast_bfloat16
+from muown_train.runtime.benchmark import peak_memory
 
 # rows, columns and row blocks of the matrices of one layer; number of layers
 SIZES = {

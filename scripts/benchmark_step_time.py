@@ -17,12 +17,12 @@ import torch
 from benchmark_train import DEFAULT, Contender, in_turns, ours, words
 from torch import Tensor
 
-from muown_train.__main__ import Parser, explained
-from muown_train.build import Run
-from muown_train.distributed import World, world
-from muown_train.hardware import device_name
-from muown_train.measuring import peak_memory
-from muown_train.pipes import script
+from muown_train.cli.main import Parser, explained
+from muown_train.cli.process import script
+from muown_train.runtime.benchmark import peak_memory
+from muown_train.runtime.distributed import World, world
+from muown_train.runtime.hardware import device_name
+from muown_train.training.build import Run
 
 OPTIMIZERS = ("muon", "muown")
 OURS = ("optim", "shard_optimizer")  # keys that are compared here

@@ -33,16 +33,16 @@ import torch
 from plain_gpt import PlainGPT, plain_step
 from torch import Tensor
 
-from muown_train.__main__ import Parser, explained
-from muown_train.build import Run, build
-from muown_train.config import check_overrides, composed
+from muown_train.cli.main import Parser, explained
+from muown_train.cli.process import script
+from muown_train.config.compose import check_overrides, composed
 from muown_train.data.loader import Loader
 from muown_train.data.random_tokens import RandomRows
-from muown_train.distributed import World, world
-from muown_train.hardware import device_name
-from muown_train.measuring import now, peak_memory, seconds
 from muown_train.models.gpt import GPT
-from muown_train.pipes import script
+from muown_train.runtime.benchmark import now, peak_memory, seconds
+from muown_train.runtime.distributed import World, world
+from muown_train.runtime.hardware import device_name
+from muown_train.training.build import Run, build
 
 # of the targets: width 256, 6 layers, vocabulary 4096, an update of one micro-batch of 16 x 256 tokens
 DEFAULT = "model.dim=256 model.layers=6 seq_len=256 micro_batch=16 batch_tokens=4096"

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.runs import SMALL
+from tests.helpers.runs import SMALL
 
 # slow to import; packages, or modules in them
 NEVER_TO_TRAIN = (
@@ -25,7 +25,7 @@ NEVER_WITHOUT_TRAINING = (*NEVER_TO_TRAIN, "numpy", "safetensors", "sympy", "tik
 
 PROGRAM = """
 import sys
-from muown_train.__main__ import main
+from muown_train.cli.main import main
 
 try:
     main()
@@ -35,8 +35,8 @@ finally:
 # as far as to the last update, and not what tells of the end
 TO_THE_LAST_UPDATE = """
 import sys
-from muown_train import report
-from muown_train.__main__ import main
+from muown_train.cli import summary as report
+from muown_train.cli.main import main
 
 report.finish = lambda run, outcome, already: print("update", run.trainer.step, *sys.modules, sep=" ")
 main()

@@ -19,7 +19,7 @@ def test_a_wheel_runs_anywhere(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
-    code = "import muown_train.config as c; print(c.CONFIG_DIR)"
+    code = "import muown_train.config.compose as c; print(c.CONFIG_DIR)"
     run = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "check": True}
     where = subprocess.run([sys.executable, "-c", code], **run).stdout.strip()
     assert Path(where) == tmp_path / "site" / "muown_train" / "configs"

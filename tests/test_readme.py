@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from muown_train.config import CONFIG_DIR
+from muown_train.config.compose import CONFIG_DIR
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
 

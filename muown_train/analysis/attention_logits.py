@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from muown_train.analysis.subject import Subject
+from muown_train.analysis.context import Subject
 from muown_train.models.attention import observed
 
 QUERIES = 128  # in a block: B h 128 T logits are there at once, and never B h T^2

@@ -7,17 +7,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from muown_train import checkpoint_files as files
-from muown_train import hardware
-from muown_train.analysis.subject import Magnitudes, Subject
-from muown_train.checkpoint import unflatten
+from muown_train.analysis.context import Magnitudes, Subject
+from muown_train.analysis.scoring import own_validation
 from muown_train.data.rows import RowSource
-from muown_train.distributed import World
-from muown_train.files import replace
-from muown_train.records import encoded, read_metrics
-from muown_train.saved_run import SavedRun, open_run
-from muown_train.saved_weights import OpenCheckpoint, open_checkpoint, read_rest
-from muown_train.scoring import own_validation
+from muown_train.runs import checkpoint_files as files
+from muown_train.runs.checkpoint import unflatten
+from muown_train.runs.metrics import encoded, read_metrics
+from muown_train.runs.saved_run import SavedRun, open_run
+from muown_train.runs.weights import OpenCheckpoint, open_checkpoint, read_rest
+from muown_train.runtime import hardware
+from muown_train.runtime.atomic_files import replace
+from muown_train.runtime.distributed import World
 
 FOLDER = "analysis"  # in a run's folder, where training looks at nothing
 

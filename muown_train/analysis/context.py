@@ -15,16 +15,16 @@ from torch.optim import Optimizer
 from muown_train.analysis.matrices import Matrix, matrices
 from muown_train.data.loader import Loader
 from muown_train.data.rows import RowSource
-from muown_train.distributed import World
 from muown_train.models.language_model import LanguageModel
-from muown_train.optim.param_roles import canonical_name
+from muown_train.optim.param_groups import canonical_name
+from muown_train.runtime.distributed import World
 
 T = TypeVar("T")
 Gradients = dict[nn.Parameter, Tensor]
 
 
 class Magnitudes(NamedTuple):
-    """What Muown keeps of a parameter (m, n): see `muown_train.optim.row_norm`."""
+    """What Muown keeps of a parameter (m, n): see `muown_train.optim.core.weight_norm`."""
 
     g: Tensor  # (m,)
     r: Tensor  # (m,)

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from muown_train.optim.core.weight_norm import direction, split_gradient
 from muown_train.optim.muown_sign import MuownSign
-from muown_train.optim.row_norm import direction, split_gradient
 
 F_STAR = 0.0  # of the problem: log cosh is 0 at 0 and positive elsewhere
 

@@ -25,12 +25,12 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from muown_train.analysis.context import Gradients, Magnitudes, Subject
 from muown_train.analysis.matrices import Matrix
 from muown_train.analysis.spectral import singular_values
-from muown_train.analysis.subject import Gradients, Magnitudes, Subject
-from muown_train.files import replace
-from muown_train.optim.param_roles import canonical_name
-from muown_train.optim.row_norm import split_gradient
+from muown_train.optim.core.weight_norm import split_gradient
+from muown_train.optim.param_groups import canonical_name
+from muown_train.runtime.atomic_files import replace
 
 MOST = 2**25  # elements of a batch of matrices
 Progress = Callable[[str, int, int], None]  # what is done, minibatches, of how many

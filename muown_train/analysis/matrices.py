@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from muown_train.optim.param_roles import canonical_name, parameter_roles
+from muown_train.optim.param_groups import canonical_name, parameter_roles
 
 
 class Matrix(NamedTuple):

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 import torch
 
 from muown_train.analysis.attention_logits import largest_logits
+from muown_train.analysis.context import Gradients, Magnitudes, Subject
 from muown_train.analysis.effective_rank import normalised_effective_rank
 from muown_train.analysis.matrices import Matrix
 from muown_train.analysis.spectral import factors, singular_values, spectral_by_power_iteration
-from muown_train.analysis.subject import Gradients, Magnitudes, Subject
-from muown_train.factory import whole
-from muown_train.optim.row_norm import split_gradient
+from muown_train.config.instantiate import whole
+from muown_train.optim.core.weight_norm import split_gradient
 
 Numbers = dict[str, float]
 

@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from muown_train.build import make_data
-from muown_train.config import DATA_IDENTITY
+from muown_train.analysis.validation import block_losses, valid_rows
+from muown_train.config.compose import DATA_IDENTITY
 from muown_train.data.sources import TrainingData
-from muown_train.data.texts import ALL, Text, encoded, token_bytes
-from muown_train.data.tokenizer import Tokenizer
-from muown_train.evaluation import block_losses, valid_rows
-from muown_train.models.cross_entropy import IGNORE
+from muown_train.data.text.eval_texts import ALL, Text, encoded, token_bytes
+from muown_train.data.text.tokenizer import Tokenizer
 from muown_train.models.language_model import LanguageModel
-from muown_train.saved_run import SavedRun
-from muown_train.secrets import redacted_tree
+from muown_train.models.loss import IGNORE
+from muown_train.runs.saved_run import SavedRun
+from muown_train.runtime.redaction import redacted_tree
+from muown_train.training.build import make_data
 
 LEAST_BLOCKS = 30  # blocks have fewer rows where there would be fewer of them
 FEWEST = 30  # blocks that an interval is made of, for which 1.96 is near enough to Student's quantile

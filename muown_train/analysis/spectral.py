@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muown_train.optim.row_norm import row_norms
+from muown_train.optim.core.weight_norm import row_norms
 
 
 class Spectral(NamedTuple):

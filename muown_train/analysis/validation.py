@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from muown_train.distributed import World
-from muown_train.models.cross_entropy import IGNORE
+from muown_train.models.loss import IGNORE
+from muown_train.runtime.distributed import World
 
 
 def valid_rows(ids: np.ndarray, targets: int, seq_len: int) -> Tensor:

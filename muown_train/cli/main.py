@@ -24,8 +24,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from muown_train.collector import loading_torch
-from muown_train.config import (
+from muown_train.cli.collector import loading_torch
+from muown_train.cli.help import help_text, version_text
+from muown_train.cli.process import status_of, unread
+from muown_train.config.compose import (
     CONFIG_DIR,
     check_flags,
     check_overrides,
@@ -36,15 +38,13 @@ from muown_train.config import (
     register_resolvers,
     run_name,
 )
-from muown_train.files import replace
-from muown_train.help import help_text, version_text
-from muown_train.pipes import status_of, unread
-from muown_train.secrets import redacted, redacted_tracebacks
-from muown_train.top_level import top_level
+from muown_train.config.schema import top_level
+from muown_train.runtime.atomic_files import replace
+from muown_train.runtime.redaction import redacted, redacted_tracebacks
 
 if TYPE_CHECKING:
-    from muown_train.build import Run
-    from muown_train.status import Outcome
+    from muown_train.runs.status import Outcome
+    from muown_train.training.build import Run
 
 FAILED, WRONG, GAVE_UP, INTERRUPTED = 1, 2, 3, 130
 # of the machine, not of a setting: the same command may go on later
@@ -108,11 +108,11 @@ def train(config: DictConfig) -> None:
     with redacted_tracebacks(), explained():
         name = checked(one_run(config))
         with loading_torch():  # which takes seconds, and so not before
-            from muown_train.build import build
-            from muown_train.continuation import continued
-            from muown_train.distributed import world
-            from muown_train.report import finish
-            from muown_train.status import GaveUp
+            from muown_train.cli.summary import finish
+            from muown_train.runs.status import GaveUp
+            from muown_train.runtime.distributed import world
+            from muown_train.training.build import build
+            from muown_train.training.continuation import continued
 
     with redacted_tracebacks(), explained(), world() as here:
         if here.size > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:

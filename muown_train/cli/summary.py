@@ -4,12 +4,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from muown_train.build import Run
-from muown_train.console import duration, perplexity
+from muown_train.experiments.report.curves import plot_losses
 from muown_train.models.generate import generate
-from muown_train.paper.curves import plot_losses
-from muown_train.records import Line
-from muown_train.status import Outcome
+from muown_train.runs.metrics import Line
+from muown_train.runs.status import Outcome
+from muown_train.training.build import Run
+from muown_train.training.tracking.console import duration, perplexity
 
 
 def summarize(lines: Sequence[Line]) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from muown_train.mistakes import close_key, misread, nearest
-from muown_train.pipes import unread
-from muown_train.secrets import redacted
+from muown_train.cli.process import unread
+from muown_train.runtime.redaction import redacted
+from muown_train.runtime.suggest import close_key, misread, nearest
 
 _PACKAGE = Path(__file__).resolve().parent
 # installed from a wheel the files lie in the package, in a checkout beside it

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from muown_train.mistakes import nearest
+from muown_train.runtime.suggest import nearest
 
 _TORCH = "Adadelta Adafactor Adagrad Adam Adamax AdamW ASGD Muon NAdam RAdam RMSprop Rprop SGD"
 _OURS = "Lion Muon Muown MuownSign NorMuon NorMuown SOAP"
@@ -23,21 +23,21 @@ ALLOWED = frozenset(
         "muown_train.models.track3.Track3",
         *(f"muown_train.optim.{name}" for name in _OURS.split()),
         *(f"torch.optim.{name}" for name in _TORCH.split()),
-        "muown_train.data.hub_source.hub_stream",
+        "muown_train.data.hub.dataset.hub_stream",
         "muown_train.data.random_tokens.random_tokens",
-        "muown_train.data.shards.shards",
+        "muown_train.data.shards.dataset.shards",
         "muown_train.data.sources.files",
         "muown_train.data.sources.stdlib",
-        "muown_train.schedule.constant",
-        "muown_train.schedule.cosine",
-        "muown_train.schedule.decay_from",
-        "muown_train.schedule.power_cooldown",
-        "muown_train.schedule.wsd",
+        "muown_train.training.schedule.constant",
+        "muown_train.training.schedule.cosine",
+        "muown_train.training.schedule.decay_from",
+        "muown_train.training.schedule.power_cooldown",
+        "muown_train.training.schedule.wsd",
         "muown_train.analysis.probes.AttentionLogits",
         "muown_train.analysis.probes.EffectiveRank",
         "muown_train.analysis.probes.Spectral",
-        "muown_train.tensorboard_sink.TensorBoardSink",
-        "muown_train.wandb_sink.WandbSink",
+        "muown_train.training.tracking.tensorboard_sink.TensorBoardSink",
+        "muown_train.training.tracking.wandb_sink.WandbSink",
     }
 )
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from muown_train.config import DATA_IDENTITY
-from muown_train.factory import defaults
-from muown_train.secrets import redacted_tree
+from muown_train.config.compose import DATA_IDENTITY
+from muown_train.config.instantiate import defaults
+from muown_train.runtime.redaction import redacted_tree
 
 # of the configuration, dotted
 _WHAT_MAY_NOT_CHANGE = (

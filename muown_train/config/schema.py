@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from muown_train.config import check_name
-from muown_train.factory import is_number, whole
-from muown_train.mistakes import nearest
+from muown_train.config.compose import check_name
+from muown_train.config.instantiate import is_number, whole
+from muown_train.runtime.suggest import nearest
 
 
 @dataclass(kw_only=True)

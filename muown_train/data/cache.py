@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from muown_train.files import sync
+from muown_train.runtime.atomic_files import sync
 
 CHECKED = 1 << 27  # files up to so many bytes are read through at each start; of larger ones only the size
 WAIT = 3.0  # seconds before saying that one waits

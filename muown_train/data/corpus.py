@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from muown_train.data import bpe
 from muown_train.data.cache import prepared
+from muown_train.data.text import train_bpe as bpe
+from muown_train.data.text.tokenizer import HubTokenizer, Tokenizer, encode_documents, token_dtype
 from muown_train.data.token_file import TokenWriter, read_tokens
-from muown_train.data.tokenizer import HubTokenizer, Tokenizer, encode_documents, token_dtype
 
 T = TypeVar("T")
 Labelled = Callable[[], Iterator[tuple[str, bool]]]  # pairs (text, held out), the same at every call

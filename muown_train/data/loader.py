@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from muown_train.data.read_ahead import ReadAhead, end
+from muown_train.data.prefetch import ReadAhead, end
 from muown_train.data.rows import RowSource
 
 

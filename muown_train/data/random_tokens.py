@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from muown_train.data.sources import TrainingData, held_out_ids, tokenizer_facts
-from muown_train.data.tokenizer import token_dtype
+from muown_train.data.text.tokenizer import token_dtype
 
 
 class RandomRows:

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from muown_train.data import bpe
 from muown_train.data.cache import files_fingerprint, fingerprint
 from muown_train.data.corpus import Corpus, Labelled, print_line, tokenised
-from muown_train.data.documents import expand, read_documents
-from muown_train.data.holdout import held_out, label_by_content
 from muown_train.data.rows import RowSource, TokenRows
-from muown_train.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from muown_train.data.text import train_bpe as bpe
+from muown_train.data.text.documents import expand, read_documents
+from muown_train.data.text.holdout import held_out, label_by_content
+from muown_train.data.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from muown_train.data.unigram import unigram_loss
 
 FROM_RUN = ["seq_len", "seed", "valid_tokens", "cache", "vocab_size", "progress"]  # arguments that no setting gives

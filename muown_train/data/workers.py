@@ -30,9 +30,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from muown_train.data.read_ahead import ReadAhead
+from muown_train.data.prefetch import ReadAhead
 from muown_train.data.rows import RowSource, Taken
-from muown_train.data.tokenizer import threads
+from muown_train.data.text.tokenizer import threads
 
 BLOCK = 64  # rows sent together, at most
 AHEAD = 2  # blocks of a worker that wait to be sent

@@ -18,11 +18,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from muown_train.config import defines_run
-from muown_train.files import replace, whole_folder
-from muown_train.paper.experiment import Experiment
-from muown_train.paper.progress import Found, progress
-from muown_train.paper.runs import leaves, read_config
+from muown_train.config.compose import defines_run
+from muown_train.experiments.grid import Experiment
+from muown_train.experiments.progress import Found, progress
+from muown_train.runs.record import leaves, read_config
+from muown_train.runtime.atomic_files import replace, whole_folder
 
 _OF_MACHINE = ("out", "cache", "name")
 _MEASURED = ("probes",)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muown_train.console import duration
-from muown_train.files import replace
-from muown_train.paper.curves import caption, plot_comparison
-from muown_train.paper.runs import ABSENT, Group, RunRecord, differing, grouped, machines
-from muown_train.paper.style import amount
-from muown_train.paper.tables import Table, csv_text, mean_and_deviation, spanned, with_deviation
+from muown_train.experiments.report.curves import caption, plot_comparison
+from muown_train.experiments.report.style import amount
+from muown_train.experiments.report.tables import Table, csv_text, mean_and_deviation, spanned, with_deviation
+from muown_train.runs.record import ABSENT, Group, RunRecord, differing, grouped, machines
+from muown_train.runtime.atomic_files import replace
+from muown_train.training.tracking.console import duration
 
 _LOSS, _PERPLEXITY = ("valid/loss", 4), ("valid/perplexity", 2)  # with digits after the point
 _SIDE_BY_SIDE = 6  # settings that fit beside one another in a table

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from muown_train.batch import rows_per_update
-from muown_train.build import make_model, make_optimizer, make_schedule, make_settings
-from muown_train.paper.experiment import Cell, Experiment
-from muown_train.paper.progress import Found
-from muown_train.paper.tables import rate
-from muown_train.plan import Plan, gib, hours, needed_memory, of_parameters, planned
-from muown_train.top_level import top_level
+from muown_train.config.budget import rows_per_update
+from muown_train.config.schema import top_level
+from muown_train.experiments.grid import Cell, Experiment
+from muown_train.experiments.progress import Found
+from muown_train.experiments.report.tables import rate
+from muown_train.training.build import make_model, make_optimizer, make_schedule, make_settings
+from muown_train.training.plan import Plan, gib, hours, needed_memory, of_parameters, planned
 
 
 def check_runs(cells: Sequence[Cell], ranks: int) -> None:

@@ -27,11 +27,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from muown_train.config import CONFIG_DIR, composed, folder_name, given_in_name, parsed
-from muown_train.factory import is_number, whole
-from muown_train.help import first_sentence
-from muown_train.mistakes import nearest
-from muown_train.paper.scale import SCALES, scaled
+from muown_train.cli.help import first_sentence
+from muown_train.config.compose import CONFIG_DIR, composed, folder_name, given_in_name, parsed
+from muown_train.config.instantiate import is_number, whole
+from muown_train.experiments.scale import SCALES, scaled
+from muown_train.runtime.suggest import nearest
 
 REPORTS = ("rates", "curves", "spectral", "effective_rank", "gradient_noise", "step_time")
 QUANTITIES = ("perplexity", "loss", "step_time")

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from muown_train.console import duration
-from muown_train.paper.progress import Found, in_use, shown
-from muown_train.paper.runs import NoRun, read_run
-from muown_train.status import read_status
+from muown_train.experiments.progress import Found, in_use, shown
+from muown_train.runs.record import NoRun, read_run
+from muown_train.runs.status import read_status
+from muown_train.training.tracking.console import duration
 
 STOPPED, REFUSED = 130, 2  # exit status
 _ASKED = (STOPPED, 128 + signal.SIGTERM, -signal.SIGTERM)  # how a process ends that was asked to before it was ready

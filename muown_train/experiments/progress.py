@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muown_train.config import check_name
-from muown_train.paper.experiment import Cell, Experiment
-from muown_train.paper.runs import NoRun, RunRecord, Settings, read_config, read_run, settings_of
-from muown_train.secrets import redacted_tree
+from muown_train.config.compose import check_name
+from muown_train.experiments.grid import Cell, Experiment
+from muown_train.runs.record import NoRun, RunRecord, Settings, read_config, read_run, settings_of
+from muown_train.runtime.redaction import redacted_tree
 
 # as reports and lists have it: the more useful, the earlier
 STATES = ("done", "diverged", "running", "queued", "stopped", "cut off", "failed", "damaged", "missing")

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from muown_train.config import composed, parsed
+from muown_train.config.compose import composed, parsed
 
 _HEADS = 4  # heads of a run for one of the small one; a GPT of so many or fewer keeps them
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace as changed
 from pathlib import Path
 
-from muown_train.files import replace
-from muown_train.paper.progress import Found
+from muown_train.experiments.progress import Found
+from muown_train.runtime.atomic_files import replace
 
 _ASK = ("squeue", "--me", "--noheader", "--array", "--format=%F %K %T")  # job of the array, element, state
 _SECONDS = 60  # for an answer

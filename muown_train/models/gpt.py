@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from muown_train.models.attention import causal_attention
-from muown_train.models.cross_entropy import linear_cross_entropy
 from muown_train.models.kv_cache import KeyValueCache, attention_after
 from muown_train.models.language_model import LanguageModel, check_heads, check_positive, check_sizes
+from muown_train.models.loss import linear_cross_entropy
 
 
 def mlp_hidden_size(dim: int, multiple: int = 256) -> int:

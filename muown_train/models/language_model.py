@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from muown_train.factory import is_number
+from muown_train.config.instantiate import is_number
 from muown_train.models.kv_cache import KeyValueCache
 
 

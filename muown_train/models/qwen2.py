@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from muown_train.models.attention import causal_attention
-from muown_train.models.cross_entropy import linear_cross_entropy
 from muown_train.models.kv_cache import KeyValueCache, attention_after
 from muown_train.models.language_model import LanguageModel, check_heads, check_positive, check_sizes
+from muown_train.models.loss import linear_cross_entropy
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, Qwen2Config, Qwen2ForCausalLM

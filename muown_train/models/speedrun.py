@@ -11,10 +11,10 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from muown_train.models.cross_entropy import linear_cross_entropy
 from muown_train.models.gpt import Attention, rotary_table
 from muown_train.models.kv_cache import KeyValueCache
 from muown_train.models.language_model import LanguageModel, check_positive, check_sizes
+from muown_train.models.loss import linear_cross_entropy
 
 
 class MLP(nn.Module):

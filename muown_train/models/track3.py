@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from muown_train.models.attention import causal_attention
-from muown_train.models.cross_entropy import linear_cross_entropy, softcapped
 from muown_train.models.gpt import rotate
 from muown_train.models.kv_cache import KeyValueCache, attention_after
 from muown_train.models.language_model import LanguageModel, check_sizes
+from muown_train.models.loss import linear_cross_entropy, softcapped
 
 ATTENTION_SCALE = 0.12  # of q k^T, in place of 1 / sqrt(128) = 0.088
 LOWEST_FREQUENCY = 1 / 1024  # radians per token, of the half of each head that is rotated

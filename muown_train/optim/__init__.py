@@ -6,7 +6,7 @@ from .muon import Muon
 from .muown import Muown
 from .muown_sign import MuownSign
 from .normuon import NorMuon, NorMuown
-from .param_roles import param_groups, parameter_roles
+from .param_groups import param_groups, parameter_roles
 from .sharding import shard
 from .soap import SOAP
 

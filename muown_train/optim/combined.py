@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import MatrixOptimizer
-from .gate import heeds_flag, step_unless
+from .core.matrix import MatrixOptimizer
+from .core.skip_step import heeds_flag, step_unless
 
 
 class Combined(torch.optim.Optimizer):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import check_number, check_numbers
-from .eager import EagerOptimizer, Group, State
+from .core.base import EagerOptimizer, Group, State
+from .core.matrix import check_number, check_numbers
 
 
 class Lion(EagerOptimizer):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import Kept, MatrixOptimizer, Number, adjust_lr, check_number, subtract
-from .eager import Group, State
-from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
+from .core.base import Group, State
+from .core.matrix import Kept, MatrixOptimizer, Number, adjust_lr, check_number, subtract
+from .core.orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
 
 
 class Muon(MatrixOptimizer):

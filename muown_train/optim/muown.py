@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import Kept, MatrixOptimizer, Number, adjust_lr, check_choice, check_number, check_numbers, subtract
-from .eager import Group, State
-from .magnitude import MAGNITUDES
-from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
-from .row_norm import count_zero_rows, row_norms, split_gradient, turn
+from .core.base import Group, State
+from .core.magnitude import MAGNITUDES
+from .core.matrix import Kept, MatrixOptimizer, Number, adjust_lr, check_choice, check_number, check_numbers, subtract
+from .core.orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
+from .core.weight_norm import count_zero_rows, row_norms, split_gradient, turn
 
 FLOOR = 1e-12  # least |g|, of its first value
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import Kept, MatrixOptimizer, Number, check_number, subtract
-from .eager import Group, State
+from .core.base import Group, State
+from .core.matrix import Kept, MatrixOptimizer, Number, check_number, subtract
+from .core.orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
+from .core.weight_norm import count_zero_rows, direction, recompose, row_norms, split_gradient
 from .muown import FLOOR, check_no_zero_rows, off_zero, start_from
-from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
-from .row_norm import count_zero_rows, direction, recompose, row_norms, split_gradient
 
 
 class MuownSign(MatrixOptimizer):

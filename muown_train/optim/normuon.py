@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import Kept, MatrixOptimizer, Number, check_number
-from .eager import Group, State
+from .core.base import Group, State
+from .core.matrix import Kept, MatrixOptimizer, Number, check_number
+from .core.orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
 from .muon import Muon
 from .muown import Muown
-from .orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
 
 _EPS = 1e-10  # the authors'; keeps rows of zeros zero
 

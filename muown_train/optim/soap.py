@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import check_blocks, check_number, check_numbers, is_sequence, is_whole
-from .eager import EagerOptimizer, Group, State
+from .core.base import EagerOptimizer, Group, State
+from .core.matrix import check_blocks, check_number, check_numbers, is_sequence, is_whole
 
 
 class _Side(NamedTuple):

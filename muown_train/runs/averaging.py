@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from muown_train import checkpoint_files as files
-from muown_train.saved_weights import OpenCheckpoint, check_finite, open_checkpoint, to_stderr
+from muown_train.runs import checkpoint_files as files
+from muown_train.runs.weights import OpenCheckpoint, check_finite, open_checkpoint, to_stderr
 
 
 def chosen(

@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from muown_train import checkpoint_files as files
-from muown_train.distributed import World
-from muown_train.optim.param_roles import canonical_name
+from muown_train.optim.param_groups import canonical_name
+from muown_train.runs import checkpoint_files as files
+from muown_train.runtime.distributed import World
 
 State = dict[str, Any]  # nested; keys are strings without "/", leaves tensors or JSON
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muown_train.files import sync
+from muown_train.runtime.atomic_files import sync
 
 FORMAT = 1  # of the folder and of index.json
 INDEX = "index.json"

@@ -15,13 +15,13 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from muown_train.distributed import World
-from muown_train.files import replace
-from muown_train.hardware import device_name
+from muown_train.config.settings import Settings
 from muown_train.optim import Combined
-from muown_train.optim.base import MatrixOptimizer
-from muown_train.secrets import redacted_tree
-from muown_train.settings import Settings
+from muown_train.optim.core.matrix import MatrixOptimizer
+from muown_train.runtime.atomic_files import replace
+from muown_train.runtime.distributed import World
+from muown_train.runtime.hardware import device_name
+from muown_train.runtime.redaction import redacted_tree
 
 _PACKAGES = (
     "muown-train",

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from muown_train.files import replace, sync
+from muown_train.runtime.atomic_files import replace, sync
 
 Line = dict[str, Any]
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import yaml
 
-from muown_train.config import DATA_IDENTITY, defines_run, dotted
-from muown_train.files import read_json
-from muown_train.records import read_metrics
-from muown_train.status import read_status
+from muown_train.config.compose import DATA_IDENTITY, defines_run, dotted
+from muown_train.runs.metrics import read_metrics
+from muown_train.runs.status import read_status
+from muown_train.runtime.atomic_files import read_json
 
 SMOOTHED = 0.02  # part of a run's updates that a smoothed training loss is the mean over
 

@@ -5,8 +5,8 @@ import random
 import numpy as np
 import torch
 
-from muown_train.checkpoint import State
-from muown_train.distributed import World
+from muown_train.runs.checkpoint import State
+from muown_train.runtime.distributed import World
 
 
 class RandomState:

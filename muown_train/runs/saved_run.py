@@ -16,17 +16,17 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from muown_train import hardware
-from muown_train.build import make_model
-from muown_train.checkpoint import Checkpoints, ModelState
-from muown_train.config import new_folder
-from muown_train.data.tokenizer import TOKENIZER, HubTokenizer
-from muown_train.distributed import World
-from muown_train.factory import ALLOWED
-from muown_train.files import replace, whole_folder
+from muown_train.config.compose import new_folder
+from muown_train.config.instantiate import ALLOWED
+from muown_train.config.schema import TopLevel, top_level
+from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer
 from muown_train.models.language_model import LanguageModel
-from muown_train.saved_weights import OpenCheckpoint, open_checkpoint, to_stderr
-from muown_train.top_level import TopLevel, top_level
+from muown_train.runs.checkpoint import Checkpoints, ModelState
+from muown_train.runs.weights import OpenCheckpoint, open_checkpoint, to_stderr
+from muown_train.runtime import hardware
+from muown_train.runtime.atomic_files import replace, whole_folder
+from muown_train.runtime.distributed import World
+from muown_train.training.build import make_model
 
 
 @dataclass(frozen=True)

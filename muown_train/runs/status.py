@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muown_train.files import read_json, replace
-from muown_train.records import Metrics
+from muown_train.runs.metrics import Metrics
+from muown_train.runtime.atomic_files import read_json, replace
 
 if TYPE_CHECKING:  # tables of runs are made without torch
-    from muown_train.distributed import World
+    from muown_train.runtime.distributed import World
 
 
 @dataclass(frozen=True)

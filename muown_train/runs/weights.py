@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from muown_train import checkpoint_files as files
+from muown_train.runs import checkpoint_files as files
 
 _MODEL = "model/"  # what the keys of weights in a checkpoint begin with
 _OPTIMIZER = "optimizer/"

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from muown_train.liveness import LOST_AFTER, Liveness, explained_loss, watch
+from muown_train.runtime.heartbeat import LOST_AFTER, Liveness, explained_loss, watch
 
 MEETING = timedelta(minutes=10)  # for all ranks to start
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from muown_train.mistakes import nearest
-from muown_train.optim.orthogonalize import has_fast_bfloat16
+from muown_train.optim.core.orthogonalize import has_fast_bfloat16
+from muown_train.runtime.suggest import nearest
 
 
 @dataclass(frozen=True)

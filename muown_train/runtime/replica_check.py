@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from muown_train.distributed import World
+from muown_train.runtime.distributed import World
 
 _CHUNK = 1 << 20  # words at once: a temporary tensor of 8 MiB
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: its multiples are well spread

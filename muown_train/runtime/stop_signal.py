@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muown_train.distributed import World
+from muown_train.runtime.distributed import World
 
 # SLURM's preemption, Ctrl-C, SLURM's early warning, a terminal that is closed
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

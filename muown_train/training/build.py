@@ -16,34 +16,35 @@ from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from muown_train import hardware, manifest
-from muown_train.batch import rows_per_update, updates
-from muown_train.checkpoint import Checkpoints, about_newest
-from muown_train.collector import resting
-from muown_train.config import run_folder
-from muown_train.console import console
+from muown_train.cli.collector import resting
+from muown_train.config.budget import rows_per_update, updates
+from muown_train.config.compose import run_folder
+from muown_train.config.instantiate import check_settings, factory, whole
+from muown_train.config.resume_check import refuse_other_data, refuse_other_run
+from muown_train.config.schema import TopLevel, top_level
+from muown_train.config.settings import Schedule, Settings
 from muown_train.data.loader import Loader
 from muown_train.data.rows import RowSource
 from muown_train.data.sources import FROM_RUN, TrainingData
-from muown_train.data.tokenizer import TOKENIZER
+from muown_train.data.text.tokenizer import TOKENIZER
 from muown_train.data.workers import apart, with_workers
-from muown_train.distributed import World
-from muown_train.factory import check_settings, factory, whole
-from muown_train.files import replace
-from muown_train.guard import Guard
 from muown_train.models.language_model import LanguageModel
 from muown_train.optim import Combined, param_groups, shard
-from muown_train.patterns import check_patterns, divided
-from muown_train.records import Line, Metrics, Sink
-from muown_train.same_run import refuse_other_data, refuse_other_run
-from muown_train.secrets import redacted, redacted_tree
-from muown_train.settings import Schedule, Settings
-from muown_train.start import read_start
-from muown_train.status import Outcome, count_start, read_status, write_status
-from muown_train.stopping import Stop
-from muown_train.top_level import TopLevel, top_level
-from muown_train.trainer import Trainer
-from muown_train.wrong_settings import made, try_out
+from muown_train.runs import manifest
+from muown_train.runs.checkpoint import Checkpoints, about_newest
+from muown_train.runs.metrics import Line, Metrics, Sink
+from muown_train.runs.status import Outcome, count_start, read_status, write_status
+from muown_train.runtime import hardware
+from muown_train.runtime.atomic_files import replace
+from muown_train.runtime.distributed import World
+from muown_train.runtime.redaction import redacted, redacted_tree
+from muown_train.runtime.stop_signal import Stop
+from muown_train.training.divergence import Guard
+from muown_train.training.optimizers import made, try_out
+from muown_train.training.patterns import check_patterns, divided
+from muown_train.training.tracking.console import console
+from muown_train.training.trainer import Trainer
+from muown_train.training.warm_start import read_start
 
 
 @dataclass(frozen=True)
@@ -330,8 +331,8 @@ def make_probes(
     resolved: dict[str, Any], top: TopLevel, trainer: Trainer, model: LanguageModel, rows: RowSource
 ) -> Callable[[], Line]:
     """What the sections of `probes` measure in a run; `rows` are for nothing else."""
+    from muown_train.analysis.context import Subject, magnitudes_of
     from muown_train.analysis.probes import Probes
-    from muown_train.analysis.subject import Subject, magnitudes_of
 
     subject = Subject(
         model,

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from muown_train.build import Origin, make_model, make_schedule
-from muown_train.checkpoint import about_newest
-from muown_train.config import NOT_IN_NAME, parsed, run_folder
-from muown_train.same_run import refuse_other_run
-from muown_train.saved_run import SavedRun, open_run
-from muown_train.top_level import top_level
+from muown_train.config.compose import NOT_IN_NAME, parsed, run_folder
+from muown_train.config.resume_check import refuse_other_run
+from muown_train.config.schema import top_level
+from muown_train.runs.checkpoint import about_newest
+from muown_train.runs.saved_run import SavedRun, open_run
+from muown_train.training.build import Origin, make_model, make_schedule
 
 _BUDGET = ("tokens", "tokens_per_parameter")
 # sections and keys that the command line must leave to the checkpoint, and what of them it may set
@@ -30,7 +30,7 @@ _OF_CHECKPOINT = (
 )
 _MAY_CHANGE = ("model.checkpointed",)
 _OF_COMMAND = (*NOT_IN_NAME, *_BUDGET, "schedule", "checkpoint", "init_from")
-_TARGET = "muown_train.schedule.decay_from"
+_TARGET = "muown_train.training.schedule.decay_from"
 
 
 def continued(config: DictConfig, overrides: Iterable[str], name: str) -> tuple[DictConfig, Origin | None]:

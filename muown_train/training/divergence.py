@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from muown_train.records import Line
+from muown_train.runs.metrics import Line
 
 Rows = tuple[int, int]  # of the data: first, and the one after the last
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from muown_train.mistakes import nearest
+from muown_train.runtime.suggest import nearest
 
 Group = dict[str, Any]
 Patterns = Mapping[str, Mapping[str, Any]]

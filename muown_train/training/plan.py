@@ -12,15 +12,23 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from muown_train.batch import rows_per_update
-from muown_train.build import make_model, make_optimizer, make_schedule
-from muown_train.config import check_overrides, check_trust, composed
-from muown_train.estimate import Memory, Pass, Sizes, largest_micro_batch, memory, optimizer_memory, sizes_of
-from muown_train.hardware import Gpu, gpu
+from muown_train.analysis.cost.memory import (
+    Memory,
+    Pass,
+    Sizes,
+    largest_micro_batch,
+    memory,
+    optimizer_memory,
+    sizes_of,
+)
+from muown_train.analysis.cost.roofline import FRACTIONS, Update, update_time
+from muown_train.config.budget import rows_per_update
+from muown_train.config.compose import check_overrides, check_trust, composed
+from muown_train.config.schema import TopLevel, top_level
 from muown_train.models.language_model import LanguageModel
 from muown_train.optim import Combined, parameter_roles
-from muown_train.roofline import FRACTIONS, Update, update_time
-from muown_train.top_level import TopLevel, top_level
+from muown_train.runtime.hardware import Gpu, gpu
+from muown_train.training.build import make_model, make_optimizer, make_schedule
 
 # What is not tensors: CUDA's context and kernels, workspaces of cuBLAS and NCCL; and of the rest a part that the
 # allocator cannot use, in pieces between tensors. Assumed, not measured.

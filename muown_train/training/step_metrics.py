@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muown_train.checkpoint import State
-from muown_train.distributed import World
-from muown_train.guard import Rows
-from muown_train.records import Line
+from muown_train.runs.checkpoint import State
+from muown_train.runs.metrics import Line
+from muown_train.runtime.distributed import World
+from muown_train.training.divergence import Rows
 
 
 @dataclass

@@ -19,19 +19,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from muown_train.checkpoint import Checkpoints, ModelState, OptimizerState, State, Stateful
+from muown_train.analysis.validation import evaluate
+from muown_train.config.settings import Schedule, Settings
 from muown_train.data.loader import Batch, Loader
-from muown_train.distributed import World, replicated
-from muown_train.evaluation import evaluate
-from muown_train.guard import Guard, Rows
-from muown_train.optim.gate import step_unless
-from muown_train.parity import differing
-from muown_train.pending import Update, first_fault, gradient_norms
-from muown_train.random_state import RandomState
-from muown_train.records import Line, Metrics, Sink
-from muown_train.settings import Schedule, Settings
-from muown_train.status import Outcome
-from muown_train.stopping import Stop
+from muown_train.optim.core.skip_step import step_unless
+from muown_train.runs.checkpoint import Checkpoints, ModelState, OptimizerState, State, Stateful
+from muown_train.runs.metrics import Line, Metrics, Sink
+from muown_train.runs.rng_state import RandomState
+from muown_train.runs.status import Outcome
+from muown_train.runtime.distributed import World, replicated
+from muown_train.runtime.replica_check import differing
+from muown_train.runtime.stop_signal import Stop
+from muown_train.training.divergence import Guard, Rows
+from muown_train.training.step_metrics import Update, first_fault, gradient_norms
 
 
 class Trainer:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muown_train.checkpoint import ModelState
-from muown_train.factory import all_settings
-from muown_train.hf.folder import is_folder, read_folder
+from muown_train.config.instantiate import all_settings
 from muown_train.models.language_model import LanguageModel
 from muown_train.optim import parameter_roles
-from muown_train.saved_weights import open_checkpoint
+from muown_train.runs.checkpoint import ModelState
+from muown_train.runs.hf.folder import is_folder, read_folder
+from muown_train.runs.weights import open_checkpoint
 
 # settings of a model that its function, on rows that both can take, does not depend on
 _MAY_DIFFER = ("vocab_size", "seq_len", "checkpointed", "init_std")

@@ -7,13 +7,13 @@ import torch
 
 from muown_train.analysis import attention_logits
 from muown_train.analysis.attention_logits import largest_logit, largest_logits
-from muown_train.analysis.subject import Subject
-from muown_train.distributed import World
+from muown_train.analysis.context import Subject
 from muown_train.models import attention
 from muown_train.models.gpt import GPT, rotate
 from muown_train.models.language_model import LanguageModel
 from muown_train.models.speedrun import Speedrun
 from muown_train.models.track3 import ATTENTION_SCALE, NORM_EPS, Track3
+from muown_train.runtime.distributed import World
 
 SIZES = {"vocab_size": 31, "layers": 2, "dim": 32, "seq_len": 20}
 

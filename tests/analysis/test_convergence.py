@@ -15,7 +15,7 @@ from muown_train.analysis.convergence import (
     run,
     stochastic_bound,
 )
-from muown_train.optim.row_norm import row_norms, split_gradient
+from muown_train.optim.core.weight_norm import row_norms, split_gradient
 
 
 @pytest.mark.parametrize("T", [3, 10, 100, 400])

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from muown_train.analysis.checkpoints import subject_of
 from muown_train.analysis.gradient_noise import Noise, discard, nuclear_norms, quartiles
-from muown_train.analysis.saved import subject_of
-from muown_train.distributed import World
-from muown_train.optim.row_norm import direction
-from muown_train.saved_run import open_run
-from tests.ranks import on_ranks
-from tests.runs import HERE, trained
+from muown_train.optim.core.weight_norm import direction
+from muown_train.runs.saved_run import open_run
+from muown_train.runtime.distributed import World
+from tests.helpers.ranks import on_ranks
+from tests.helpers.runs import HERE, trained
 
 BATCHES = 5
 

@@ -6,14 +6,14 @@ import shutil
 import pytest
 import torch
 
+from muown_train.analysis.context import Magnitudes
 from muown_train.analysis.effective_rank import normalised_effective_rank
 from muown_train.analysis.probes import Spectral, of_direction, rank
 from muown_train.analysis.spectral import spectral
-from muown_train.analysis.subject import Magnitudes
-from muown_train.config import composed, run_name
-from muown_train.optim.row_norm import direction
-from tests.ranks import on_ranks
-from tests.runs import built, losses, metrics, trained
+from muown_train.config.compose import composed, run_name
+from muown_train.optim.core.weight_norm import direction
+from tests.helpers.ranks import on_ranks
+from tests.helpers.runs import built, losses, metrics, trained
 
 ALL = "probes=[spectral,effective_rank,attention_logits]"
 SOME = (ALL, "probe_every=4", "probes.effective_rank.gradients=2", "probes.attention_logits.rows=4")
@@ -25,7 +25,7 @@ def weights(run):
 
 def state(run):
     """All that a checkpoint holds, in the order of saving."""
-    from muown_train.checkpoint import flatten
+    from muown_train.runs.checkpoint import flatten
 
     return flatten(
         {name: stateful.state_dict() for name, stateful in run.trainer.stateful().items() if name != "trainer"}

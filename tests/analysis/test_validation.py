@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muown_train.distributed import World
-from muown_train.evaluation import evaluate, valid_rows
+from muown_train.analysis.validation import evaluate, valid_rows
 from muown_train.models.gpt import GPT
-from tests.ranks import on_ranks
+from muown_train.runtime.distributed import World
+from tests.helpers.ranks import on_ranks
 
 
 @given(st.integers(2, 300), st.integers(1, 400), st.integers(1, 40))

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from muown_train.config import CONFIG_DIR, composed, plain_text
-from muown_train.help import EXAMPLES, GROUPS, SETTINGS, first_sentence, help_text
-from muown_train.mistakes import misread, nearest
-from tests.test_main import COMMAND, call
+from muown_train.cli.help import EXAMPLES, GROUPS, SETTINGS, first_sentence, help_text
+from muown_train.config.compose import CONFIG_DIR, composed, plain_text
+from muown_train.runtime.suggest import misread, nearest
+from tests.cli.test_main import COMMAND, call
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from muown_train.__main__ import main
-from muown_train.config import CONFIG_DIR, check_name, run_name
-from tests.runs import SMALL, built, configured, metrics
+from muown_train.cli.main import main
+from muown_train.config.compose import CONFIG_DIR, check_name, run_name
+from tests.helpers.runs import SMALL, built, configured, metrics
 
 COMMAND = [sys.executable, "-m", "muown_train"]
 
@@ -231,7 +231,7 @@ def test_a_run_folder_that_cannot_be_written(corpus, tmp_path, monkeypatch):
 
 _ENDING = """
 import atexit, sys
-from muown_train import __main__ as entry
+from muown_train.cli import main as entry
 class Late:
     def __del__(self):
         print("torn down")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from muown_train.pipes import UNREAD
-from tests.paper.folders import line, settings, write
-from tests.runs import slow_but
-from tests.test_scripts import ROOT, RUNNABLE
+from muown_train.cli.process import UNREAD
+from tests.helpers.folders import line, settings, write
+from tests.helpers.runs import slow_but
+from tests.scripts.test_scripts import ROOT, RUNNABLE
 
 
 def unread(*words: str, cwd: Path = ROOT) -> tuple[int, str]:
@@ -51,9 +51,7 @@ def test_in_the_midst_of_its_work(tmp_path):
 
 
 def test_what_was_read_to_its_end_is_no_fault():
-    code = (
-        "import os; from muown_train.pipes import script; script(lambda: print(1, flush=True) or os.read(0, 1) and 0)"
-    )
+    code = "import os; from muown_train.cli.process import script; script(lambda: print(1, flush=True) or os.read(0, 1) and 0)"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as process:
@@ -72,7 +70,7 @@ def test_what_is_wrong_is_still_said(tmp_path):
 
 
 def test_another_broken_pipe_is_an_error(tmp_path):
-    code = "from muown_train.__main__ import explained\nfrom muown_train.pipes import script\n"
+    code = "from muown_train.cli.main import explained\nfrom muown_train.cli.process import script\n"
     code += "def main():\n    with explained([]):\n        raise BrokenPipeError(32, 'Broken pipe')\nscript(main)\n"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == "error: [Errno 32] Broken pipe\n"

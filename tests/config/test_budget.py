@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muown_train.batch import rows_per_update, updates
+from muown_train.config.budget import rows_per_update, updates
 
 
 @given(st.integers(1, 10**6), st.integers(1, 2048), st.integers(1, 32), st.integers(1, 16))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from muown_train.same_run import refuse_other_run
+from muown_train.config.resume_check import refuse_other_run
 
 GPT = {"_target_": "muown_train.models.gpt.GPT", "vocab_size": 97, "layers": 2, "dim": 32, "heads": 2, "seq_len": 16}
 

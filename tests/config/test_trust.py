@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 import muown_train
 import muown_train.optim
-from muown_train.config import CONFIG_DIR, check_trust, run_folder
-from muown_train.factory import ALLOWED, check_targets, factory
-from tests.runs import trained
+from muown_train.config.compose import CONFIG_DIR, check_trust, run_folder
+from muown_train.config.instantiate import ALLOWED, check_targets, factory
+from tests.helpers.runs import trained
 
 STRANGE = [
     "os.system",
@@ -99,12 +99,12 @@ def test_a_section_that_names_nothing(settings):
 
 
 def test_what_is_trusted_may_be_named_and_nothing_else():
-    svd = "muown_train.optim.orthogonalize.svd"
+    svd = "muown_train.optim.core.orthogonalize.svd"
     settings = {"_target_": "muown_train.optim.Muown", "orthogonalizer": {"_target_": svd, "_partial_": True}}
     with pytest.raises(ValueError, match=r"optim\.orthogonalizer\._target_="):
-        factory(settings, "optim", ["params"], trust=["muown_train.optim.orthogonalize"])
+        factory(settings, "optim", ["params"], trust=["muown_train.optim.core.orthogonalize"])
     made = factory(settings, "optim", ["params"], trust=[svd])
-    assert made.keywords["orthogonalizer"].func is muown_train.optim.orthogonalize.svd
+    assert made.keywords["orthogonalizer"].func is muown_train.optim.core.orthogonalize.svd
     half = {"_target_": "fractions.Fraction", "numerator": 1, "denominator": 2}
     assert factory(half, "x", trust=["fractions.Fraction"])() == Fraction(1, 2)
     made = factory({"_target_": "muown_train.optim.Muown", "zero_rows": [half]}, "x", trust=["fractions.Fraction"])

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tests.data.helpers import word_tokenizer_json
+from tests.helpers.text_files import word_tokenizer_json
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from muown_train.data.hub.streaming import StreamRows
 from muown_train.data.loader import Loader
 from muown_train.data.rows import TokenRows
-from muown_train.data.streaming import StreamRows
-from tests.data.helpers import ByteTokenizer, union
+from tests.helpers.text_files import ByteTokenizer, union
 
 BATCH = 12  # rows; divides among 1, 2, 3 and 4 ranks
 

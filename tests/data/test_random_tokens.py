@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 
-from muown_train.build import build
 from muown_train.data.random_tokens import RandomRows
-from tests.runs import HERE, SMALL, configured, metrics
+from muown_train.training.build import build
+from tests.helpers.runs import HERE, SMALL, configured, metrics
 
 
 def test_rows_depend_on_their_number_alone():

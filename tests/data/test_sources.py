@@ -8,7 +8,7 @@ import pytest
 
 from muown_train.data import sources
 from muown_train.data.unigram import unigram_loss
-from tests.data.helpers import word_tokenizer_json
+from tests.helpers.text_files import word_tokenizer_json
 
 RUN = {"seq_len": 16, "seed": 0, "valid_tokens": 500, "vocab_size": 4096}
 ROOT = Path(__file__).parents[2]

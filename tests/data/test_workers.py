@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from muown_train.data import workers
 from muown_train.data.loader import Loader
 from muown_train.data.rows import TokenRows
-from muown_train.data.tokenizer import HubTokenizer
+from muown_train.data.text.tokenizer import HubTokenizer
 from muown_train.data.workers import AHEAD, BLOCK, NOT_FOR_WORKERS, Failure, Place, Share, Workers, with_workers
-from tests.data.helpers import union, word_tokenizer_json
-from tests.data.sources import Logged, Odd, stream_rows
+from tests.helpers.sources import Logged, Odd, stream_rows
+from tests.helpers.text_files import union, word_tokenizer_json
 
 BATCH = 12  # rows; divides among 1, 2 and 3 ranks, and its cycles are none of the 5 streams'
 
@@ -174,7 +174,7 @@ def test_what_is_read_ahead_is_bounded(tmp_path):
 SCRIPT = """
 import multiprocessing, sys, threading, time
 from muown_train.data.workers import Workers
-from tests.data.sources import stream_rows
+from tests.helpers.sources import stream_rows
 
 rows = Workers(stream_rows("wait"), 2)  # the second never has a row to send
 try:

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from muown_train.build import Run, build
-from muown_train.saved_run import open_run
-from tests.runs import HERE, SMALL, configured, losses, metrics, train_until_killed
+from muown_train.runs.saved_run import open_run
+from muown_train.training.build import Run, build
+from tests.helpers.runs import HERE, SMALL, configured, losses, metrics, train_until_killed
 
 SETTING = [setting for setting in SMALL if not setting.startswith("model.")]
 SMALL_MODELS = {

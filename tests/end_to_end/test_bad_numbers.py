@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from muown_train.guard import Guard
-from muown_train.status import Outcome, read_status
-from tests.ranks import on_ranks
-from tests.runs import HERE, built, losses, metrics, trained
+from muown_train.runs.status import Outcome, read_status
+from muown_train.training.divergence import Guard
+from tests.helpers.ranks import on_ranks
+from tests.helpers.runs import HERE, built, losses, metrics, trained
 
 ROWS = 8  # of an update of tests/runs.py
 

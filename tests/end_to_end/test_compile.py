@@ -5,7 +5,7 @@ import shutil
 import pytest
 from torch._dynamo.utils import counters
 
-from tests.runs import built
+from tests.helpers.runs import built
 
 pytestmark = [
     pytest.mark.slow,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from muown_train.distributed import World
-from tests.ranks import on_ranks
-from tests.runs import HERE, built, losses, metrics, trained
+from muown_train.runtime.distributed import World
+from tests.helpers.ranks import on_ranks
+from tests.helpers.runs import HERE, built, losses, metrics, trained
 
 MESSAGE = "file 3 failed; stopped after update 7, which is saved: the same command goes on"
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from muown_train import __main__, files
-from muown_train.__main__ import FAILED, WRONG, explained
-from muown_train.hf.export import export
-from muown_train.saved_run import open_run
-from tests.runs import slow_but, trained
-from tests.test_main import limited
+from muown_train.cli import main as __main__
+from muown_train.cli.main import FAILED, WRONG, explained
+from muown_train.runs.hf.export import export
+from muown_train.runs.saved_run import open_run
+from muown_train.runtime import atomic_files as files
+from tests.cli.test_main import limited
+from tests.helpers.runs import slow_but, trained
 
 ROOT = Path(__file__).resolve().parents[1]
 

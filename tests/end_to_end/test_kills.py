@@ -1,8 +1,8 @@
-"""Two seeded kills of each kind; `python -m tests.kill_runs` makes more."""
+"""Two seeded kills of each kind; `python -m tests.helpers.kill_runs` makes more."""
 
 import pytest
 
-from tests.kill_runs import SAVE_EVERY, trials
+from tests.helpers.kill_runs import SAVE_EVERY, trials
 
 
 @pytest.mark.slow

@@ -9,11 +9,11 @@ import time
 import pytest
 import torch
 
-from muown_train.status import GaveUp, Outcome, count_start, read_status, write_status
-from tests.ranks import on_ranks
-from tests.runs import HERE, built, metrics, slow_but, trained
-from tests.test_main import COMMAND, small
-from tests.test_trainer import weights
+from muown_train.runs.status import GaveUp, Outcome, count_start, read_status, write_status
+from tests.cli.test_main import COMMAND, small
+from tests.helpers.ranks import on_ranks
+from tests.helpers.runs import HERE, built, metrics, slow_but, trained
+from tests.training.test_trainer import weights
 
 KEYS = ("step", "tokens", "train/loss", "train/grad_norm", "train/lr", "data/hash", "valid/loss", "valid/perplexity")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from muown_train.distributed import World, replicated
-from tests.ranks import on_ranks
-from tests.runs import built, losses, trained
+from muown_train.runtime.distributed import World, replicated
+from tests.helpers.ranks import on_ranks
+from tests.helpers.runs import built, losses, trained
 
 # the lr is constant since the budget, and so the schedule, changes; half of the blocks work under DDP checkpointed
 SETTINGS = ("schedule=constant", "schedule.warmup=0", "eval_every=100", "model.checkpointed=1")

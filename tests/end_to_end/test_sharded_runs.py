@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from muown_train.distributed import World
-from tests.ranks import on_ranks
-from tests.runs import built, losses, trained
+from muown_train.runtime.distributed import World
+from tests.helpers.ranks import on_ranks
+from tests.helpers.runs import built, losses, trained
 
 # how far losses of one number of ranks may be from those of another: gradients are rounded otherwise, which turns
 # SOAP's eigenvectors of averages that lack rank

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from muown_train.build import build
-from muown_train.distributed import World
-from tests.data.hub_server import Hub
-from tests.data.test_hub import build as hub_of_files
-from tests.ranks import free_port, on_ranks
-from tests.runs import HERE, SMALL, configured, metrics
+from muown_train.runtime.distributed import World
+from muown_train.training.build import build
+from tests.data.hub.test_hub import build as hub_of_files
+from tests.helpers.hub_server import Hub
+from tests.helpers.ranks import free_port, on_ranks
+from tests.helpers.runs import HERE, SMALL, configured, metrics
 
 ROOT = Path(__file__).parents[1]
 STREAMED = (

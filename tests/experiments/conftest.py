@@ -1,6 +1,6 @@
 import pytest
 
-from muown_train.paper.experiment import load_experiment
+from muown_train.experiments.grid import load_experiment
 
 
 @pytest.fixture(scope="module")

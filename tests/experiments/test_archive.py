@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from muown_train import files
-from muown_train.paper.archive import archive_run, plain_config, plain_manifest, without_places
-from muown_train.paper.experiment import load_experiment
-from muown_train.paper.progress import progress
-from muown_train.paper.runs import grouped, read_run
-from tests.paper.experiments import fill
-from tests.paper.folders import line, write
-from tests.runs import trained
+from muown_train.experiments.archive import archive_run, plain_config, plain_manifest, without_places
+from muown_train.experiments.grid import load_experiment
+from muown_train.experiments.progress import progress
+from muown_train.runs.record import grouped, read_run
+from muown_train.runtime import atomic_files as files
+from tests.helpers.experiments import fill
+from tests.helpers.folders import line, write
+from tests.helpers.runs import trained
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 WORDS = ("experiment=500m_magnitude", "scale=tiny", "points=1")

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from muown_train.paper import curves, style
-from muown_train.paper.compare import compare
-from muown_train.paper.runs import read_run
-from muown_train.paper.tables import Table, csv_text, mean_and_deviation, spanned, with_deviation
-from tests.paper.folders import line, settings, write
+from muown_train.experiments.compare import compare
+from muown_train.experiments.report import curves, style
+from muown_train.experiments.report.tables import Table, csv_text, mean_and_deviation, spanned, with_deviation
+from muown_train.runs.record import read_run
+from tests.helpers.folders import line, settings, write
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compare.py"
 

@@ -10,18 +10,18 @@ import pytest
 import torch
 import yaml
 
-from muown_train.build import make_model, make_optimizer, make_schedule
-from muown_train.config import check_overrides, composed
-from muown_train.experiment_plan import gpu_hours, plans
-from muown_train.paper import experiment as experiments
-from muown_train.paper.experiment import evenly, load_experiment, names
-from muown_train.paper.progress import progress, same_settings, summary
-from muown_train.paper.runs import settings_of
-from muown_train.paper.scale import SCALES
-from muown_train.paper.tables import rate, tex
-from muown_train.top_level import top_level
-from tests.paper.experiments import fill, targets
-from tests.runs import slow_but
+from muown_train.config.compose import check_overrides, composed
+from muown_train.config.schema import top_level
+from muown_train.experiments import grid as experiments
+from muown_train.experiments.cost import gpu_hours, plans
+from muown_train.experiments.grid import evenly, load_experiment, names
+from muown_train.experiments.progress import progress, same_settings, summary
+from muown_train.experiments.report.tables import rate, tex
+from muown_train.experiments.scale import SCALES
+from muown_train.runs.record import settings_of
+from muown_train.training.build import make_model, make_optimizer, make_schedule
+from tests.helpers.experiments import fill, targets
+from tests.helpers.runs import slow_but
 
 RUNS = {  # by hand, from the paper's grids
     "124m_learning_rate": 2 * 2 * (3 * 8 + 5),
@@ -359,8 +359,8 @@ def test_learning_rates_as_people_write_them():
 
 def test_torch_is_not_loaded():
     program = (
-        "import sys, muown_train.paper.experiment_report, muown_train.paper.launch as launch;"
-        "from muown_train.paper.experiment import load_experiment as load;"
+        "import sys, muown_train.experiments.report.results, muown_train.experiments.launch as launch;"
+        "from muown_train.experiments.grid import load_experiment as load;"
         "load('1b').part(1).cells(); print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"

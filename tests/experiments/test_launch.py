@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from muown_train.paper import launch
-from muown_train.paper.experiment import load_experiment
-from muown_train.paper.launch import Launcher, Task
-from muown_train.paper.progress import progress
-from tests.paper.folders import line, write
-from tests.runs import wait_until
+from muown_train.experiments import launch
+from muown_train.experiments.grid import load_experiment
+from muown_train.experiments.launch import Launcher, Task
+from muown_train.experiments.progress import progress
+from tests.helpers.folders import line, write
+from tests.helpers.runs import wait_until
 
 
 @pytest.mark.parametrize(("given", "names"), [(None, ["0", "1", "2", "3"]), ("4,5,6,7", ["4", "5", "6", "7"])])

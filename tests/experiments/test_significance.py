@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from muown_train.paper.significance import judge
+from muown_train.experiments.significance import judge
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "significance.py"
 

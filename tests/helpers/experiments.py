@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from muown_train.paper.experiment import Cell
-from tests.paper.folders import line, write
+from muown_train.experiments.grid import Cell
+from tests.helpers.folders import line, write
 
 TARGETS = Path(__file__).resolve().parents[3] / "shared" / "paper" / "targets.yaml"
 

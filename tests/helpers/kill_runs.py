@@ -1,6 +1,6 @@
 """Kill runs at random moments, go on with the same command, and compare with a run that nothing disturbed.
 
-    python -m tests.kill_runs --kind one|all|writing [--times 20] [--seed 0] [--ranks 2]
+    python -m tests.helpers.kill_runs --kind one|all|writing [--times 20] [--seed 0] [--ranks 2]
 
     one      kill -9 of one rank; the others must end by themselves, unless the ranks have not met yet: until then only
              what started them (torchrun, srun) can know, whose part the script plays
@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.ranks import free_port
-from tests.runs import SMALL, losses, metrics
+from tests.helpers.ranks import free_port
+from tests.helpers.runs import SMALL, losses, metrics
 
 STEPS = 40
 SAVE_EVERY = {"one": 3, "all": 3, "writing": 1}

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from muown_train.data import prepare
+from muown_train.data.shards.dataset import prepare
 from muown_train.data.token_file import read_tokens
-from tests.data.helpers import word_tokenizer_json
+from tests.helpers.text_files import word_tokenizer_json
 
 END = 256  # end of text of the byte tokenizer
 LIMITS = {"valid_tokens": 200, "shard_tokens": 333}

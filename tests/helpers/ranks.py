@@ -26,7 +26,7 @@ def _entry(rank: int, size: int, port: int, function: Callable[..., Any], args: 
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    from muown_train.distributed import world
+    from muown_train.runtime.distributed import world
 
     try:
         with world() as here:

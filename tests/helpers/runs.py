@@ -10,11 +10,11 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from muown_train.build import Run, build
-from muown_train.config import composed
-from muown_train.distributed import World
-from muown_train.pending import Update
-from muown_train.trainer import Trainer
+from muown_train.config.compose import composed
+from muown_train.runtime.distributed import World
+from muown_train.training.build import Run, build
+from muown_train.training.step_metrics import Update
+from muown_train.training.trainer import Trainer
 
 HERE = World(0, 1, torch.device("cpu"))
 # a model of 0.15M parameters on `data=files`: an update takes some milliseconds

@@ -9,8 +9,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from muown_train.data.streaming import StreamRows
-from tests.data.helpers import ByteTokenizer
+from muown_train.data.hub.streaming import StreamRows
+from tests.helpers.text_files import ByteTokenizer
 
 UNITS = [[0, 5], [1], [2, 4], [3], [6]]
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from muown_train.measuring import peak_memory
 from muown_train.models import gpt
 from muown_train.models.gpt import GPT
-from tests.runs import built, losses, trained
+from muown_train.runtime.benchmark import peak_memory
+from tests.helpers.runs import built, losses, trained
 
 
 def model(checkpointed: int) -> GPT:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muown_train.data.bpe import train_bpe
-from muown_train.data.tokenizer import HubTokenizer
+from muown_train.data.text.tokenizer import HubTokenizer
+from muown_train.data.text.train_bpe import train_bpe
 from muown_train.models.generate import Sampling, generate, pieces, stream
 from tests.models.test_gpt import as_llama, small
 

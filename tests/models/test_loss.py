@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muown_train.measuring import peak_memory
-from muown_train.models import cross_entropy
-from muown_train.models.cross_entropy import IGNORE, chunk_rows, linear_cross_entropy, softcapped
+from muown_train.models import loss as cross_entropy
+from muown_train.models.loss import IGNORE, chunk_rows, linear_cross_entropy, softcapped
+from muown_train.runtime.benchmark import peak_memory
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from muown_train.factory import factory
+from muown_train.config.instantiate import factory
 from muown_train.models.kv_cache import KeyValueCache
 from muown_train.optim import param_groups, parameter_roles
-from tests.runs import configured
+from tests.helpers.runs import configured
 
 transformers = pytest.importorskip("transformers")
 from muown_train.models.qwen2 import Qwen2  # noqa: E402
@@ -173,7 +173,7 @@ def test_without_transformers_it_says_what_to_install():
 import sys
 sys.modules["transformers"] = None
 sys.argv = ["muown_train", "model=qwen2_0_5b"]
-from muown_train.__main__ import main
+from muown_train.cli.main import main
 main()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

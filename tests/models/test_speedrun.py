@@ -7,11 +7,11 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from muown_train.build import make_optimizer
-from muown_train.factory import factory
+from muown_train.config.instantiate import factory
 from muown_train.models.speedrun import Speedrun
 from muown_train.optim import parameter_roles
-from tests.runs import configured
+from muown_train.training.build import make_optimizer
+from tests.helpers.runs import configured
 
 
 def small(**changes) -> Speedrun:

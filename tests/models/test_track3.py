@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 
-from muown_train.build import make_model, make_optimizer, make_schedule
-from muown_train.distributed import World
-from muown_train.manifest import groups
+from muown_train.config.schema import top_level
 from muown_train.models.track3 import Track3
 from muown_train.optim import parameter_roles
-from muown_train.parity import differing
-from muown_train.saved_run import open_run
-from muown_train.top_level import top_level
-from tests.ranks import on_ranks
-from tests.runs import built, configured, losses, metrics, trained
+from muown_train.runs.manifest import groups
+from muown_train.runs.saved_run import open_run
+from muown_train.runtime.distributed import World
+from muown_train.runtime.replica_check import differing
+from muown_train.training.build import make_model, make_optimizer, make_schedule
+from tests.helpers.ranks import on_ranks
+from tests.helpers.runs import built, configured, losses, metrics, trained
 
 EXPERIMENTS = ("track3_muon", "track3_muown")
 TINY = ("model.vocab_size=4096", "compile=false", "eval_every=25", "save_every=25", "log_every=25")

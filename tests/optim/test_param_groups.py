@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from muown_train.optim import Combined, Muown, param_groups, parameter_roles
-from muown_train.optim.param_roles import ParamRole, canonical_name
+from muown_train.optim.param_groups import ParamRole, canonical_name
 
 
 class Model(nn.Module):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from muown_train.models.gpt import GPT
 from muown_train.optim import SOAP, Combined, Lion, Muon, Muown, MuownSign, NorMuon, NorMuown, param_groups
-from muown_train.optim.orthogonalize import svd
+from muown_train.optim.core.orthogonalize import svd
 from muown_train.optim.sharding import assign, balanced, shard
-from tests.ranks import on_ranks
+from tests.helpers.ranks import on_ranks
 
 SHAPES = [(4, 6), (6, 4), (12, 4), (4, 6), (1, 5), (4, 6), (4, 6), (7, 1), (3, 3)]
 STEPS = 4

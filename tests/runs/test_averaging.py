@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from muown_train.averaging import averaged, chosen, coefficients
-from muown_train.saved_run import open_run, write_run
-from tests.runs import trained
+from muown_train.runs.averaging import averaged, chosen, coefficients
+from muown_train.runs.saved_run import open_run, write_run
+from tests.helpers.runs import trained
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "average.py"
 

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from muown_train.checkpoint import (
+from muown_train.optim import Combined, Muown, param_groups, shard
+from muown_train.runs.checkpoint import (
     Checkpoints,
     ModelState,
     OptimizerState,
     flatten,
     unflatten,
 )
-from muown_train.distributed import World
-from muown_train.optim import Combined, Muown, param_groups, shard
-from tests.ranks import on_ranks
+from muown_train.runtime.distributed import World
+from tests.helpers.ranks import on_ranks
 
 HERE = World(0, 1, torch.device("cpu"))
 

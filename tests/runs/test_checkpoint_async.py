@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from muown_train import checkpoint_files
-from muown_train.checkpoint import Checkpoints, about_newest
-from muown_train.distributed import World
-from tests.test_checkpoint import HERE, Box, assert_same, some_state
+from muown_train.runs import checkpoint_files
+from muown_train.runs.checkpoint import Checkpoints, about_newest
+from muown_train.runtime.distributed import World
+from tests.runs.test_checkpoint import HERE, Box, assert_same, some_state
 
 
 def names(folder: Path) -> list[str]:
@@ -265,9 +265,9 @@ def test_a_program_that_ends_while_writing_ends_at_once(tmp_path):
     code = """if True:
         import sys, time, torch
         from pathlib import Path
-        from muown_train.checkpoint import Checkpoints
-        from muown_train.distributed import World
-        from tests.test_checkpoint import Box
+        from muown_train.runs.checkpoint import Checkpoints
+        from muown_train.runtime.distributed import World
+        from tests.runs.test_checkpoint import Box
         checkpoints = Checkpoints(Path(sys.argv[1]), World(0, 1, torch.device("cpu")))
         checkpoints.save(1, {"x": Box({"w": torch.ones(50_000_000)})})
         assert checkpoints._writing.is_alive()

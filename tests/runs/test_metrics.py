@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muown_train import records
-from muown_train.console import LiveConsole, PlainConsole, describe, duration, rate
-from muown_train.records import Metrics, read_metrics
+from muown_train.runs import metrics as records
+from muown_train.runs.metrics import Metrics, read_metrics
+from muown_train.training.tracking.console import LiveConsole, PlainConsole, describe, duration, rate
 
 
 def some_lines(first: int, last: int) -> list[dict]:

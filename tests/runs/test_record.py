@@ -9,9 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-from muown_train.paper.runs import ABSENT, NoRun, differing, grouped, moving_mean, read_run
-from tests.paper.folders import line, settings, write
-from tests.runs import trained
+from muown_train.runs.record import ABSENT, NoRun, differing, grouped, moving_mean, read_run
+from tests.helpers.folders import line, settings, write
+from tests.helpers.runs import trained
 
 
 def test_a_run_that_was_trained(corpus, tmp_path):
@@ -97,5 +97,5 @@ def test_means_over_neighbours(window):
 
 
 def test_torch_is_not_loaded():
-    program = "import sys, muown_train.paper.compare, muown_train.paper.runs; print('torch' in sys.modules)"
+    program = "import sys, muown_train.experiments.compare, muown_train.runs.record; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muown_train.checkpoint import Checkpoints
-from muown_train.distributed import World
-from muown_train.random_state import RandomState
+from muown_train.runs.checkpoint import Checkpoints
+from muown_train.runs.rng_state import RandomState
+from muown_train.runtime.distributed import World
 
 CPU = torch.device("cpu")
 DRAWS = {

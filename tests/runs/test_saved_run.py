@@ -8,12 +8,12 @@ import pytest
 import torch
 from filelock import FileLock
 
-from muown_train import checkpoint_files as files
-from muown_train.checkpoint import read
-from muown_train.distributed import World
-from muown_train.saved_run import open_run, write_run
-from tests.ranks import on_ranks
-from tests.runs import trained
+from muown_train.runs import checkpoint_files as files
+from muown_train.runs.checkpoint import read
+from muown_train.runs.saved_run import open_run, write_run
+from muown_train.runtime.distributed import World
+from tests.helpers.ranks import on_ranks
+from tests.helpers.runs import trained
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from muown_train.measuring import peak_memory
+from muown_train.runtime.benchmark import peak_memory
 
 
 def test_garbage_of_an_earlier_call_does_not_count_against_a_later_one():

@@ -12,16 +12,16 @@ from datetime import timedelta
 
 import pytest
 
-from muown_train import distributed
-from muown_train.liveness import Liveness, explained_loss
-from tests.ranks import free_port
+from muown_train.runtime import distributed
+from muown_train.runtime.heartbeat import Liveness, explained_loss
+from tests.helpers.ranks import free_port
 
 GOES_ON = "the same command goes on from the last checkpoint"
 # a main thread that waits in a collective for a rank that does not come is like one that sleeps
 _RANK = """
 import os, sys, time
 import torch
-from muown_train.distributed import world
+from muown_train.runtime.distributed import world
 with world(lost_after=float(sys.argv[2])) as here:
     print("started", flush=True)
     here.reached(7)

@@ -13,12 +13,12 @@ import yaml
 from hypothesis import given
 from omegaconf import OmegaConf
 
-from muown_train import manifest
-from muown_train.__main__ import main
-from muown_train.config import check_name, one_sentence, run_name
-from muown_train.secrets import redacted, redacted_tracebacks, redacted_tree
-from tests.runs import SMALL
-from tests.test_trust import trees
+from muown_train.cli.main import main
+from muown_train.config.compose import check_name, one_sentence, run_name
+from muown_train.runs import manifest
+from muown_train.runtime.redaction import redacted, redacted_tracebacks, redacted_tree
+from tests.config.test_trust import trees
+from tests.helpers.runs import SMALL
 
 TOKEN = "hf_" + "AbCdEfGhIjKlMnOpQrStUvWxYz01234567"
 HEX = "0123456789abcdef0123456789abcdef01234567"  # as a W&B key, and as a commit of git

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muown_train import parity
-from muown_train.distributed import World
-from muown_train.parity import differing, fingerprint
-from tests.ranks import on_ranks
+from muown_train.runtime import replica_check as parity
+from muown_train.runtime.distributed import World
+from muown_train.runtime.replica_check import differing, fingerprint
+from tests.helpers.ranks import on_ranks
 
 BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float64: 8}
 dtypes = st.sampled_from(list(BYTES))

@@ -11,9 +11,9 @@ import time
 import pytest
 import torch
 
-from muown_train.distributed import World
-from muown_train.stopping import SIGNALS, Stop
-from tests.ranks import free_port, on_ranks
+from muown_train.runtime.distributed import World
+from muown_train.runtime.stop_signal import SIGNALS, Stop
+from tests.helpers.ranks import free_port, on_ranks
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -95,8 +95,8 @@ def test_all_ranks_stop_after_the_same_update(size):
 
 _UNDER_TORCHRUN = """
 import os, time
-from muown_train.distributed import world
-from muown_train.stopping import Stop
+from muown_train.runtime.distributed import world
+from muown_train.runtime.stop_signal import Stop
 with world() as here, Stop(here) as stop:
     os.write(1, b"started\\n")  # in one piece
     for update in range(1, 10_000):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from muown_train.__main__ import WRONG
-from tests.runs import slow_but
+from muown_train.cli.main import WRONG
+from tests.helpers.runs import slow_but
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNNABLE = [path.name for path in sorted((ROOT / "scripts").glob("*.py")) if "__main__" in path.read_text()]

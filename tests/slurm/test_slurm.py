@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import SMALL, losses, metrics
+from tests.helpers.runs import SMALL, losses, metrics
 from tests.slurm.conftest import Job, missing, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=missing() or "")]

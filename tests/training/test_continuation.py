@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from muown_train.build import Run, build
-from muown_train.config import run_name
-from muown_train.continuation import continued
-from muown_train.distributed import World
-from muown_train.saved_run import open_run, write_run
-from tests.ranks import on_ranks
-from tests.runs import HERE, configured, losses, metrics, trained
+from muown_train.config.compose import run_name
+from muown_train.runs.saved_run import open_run, write_run
+from muown_train.runtime.distributed import World
+from muown_train.training.build import Run, build
+from muown_train.training.continuation import continued
+from tests.helpers.ranks import on_ranks
+from tests.helpers.runs import HERE, configured, losses, metrics, trained
 
 FROM = "schedule=decay_from"
 STABLE = ("schedule=constant", "schedule.warmup=0", "keep_checkpoints=9")

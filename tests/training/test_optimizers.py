@@ -2,9 +2,9 @@
 
 import pytest
 
-from muown_train.manifest import groups
-from muown_train.patterns import divided
-from tests.runs import built
+from muown_train.runs.manifest import groups
+from muown_train.training.patterns import divided
+from tests.helpers.runs import built
 
 
 def nothing(settings, section):

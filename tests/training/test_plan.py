@@ -11,14 +11,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from muown_train import hardware
-from muown_train.estimate import Pass, sizes_of
+from muown_train.analysis.cost.memory import Pass, sizes_of
+from muown_train.analysis.cost.roofline import FRACTIONS, update_time
 from muown_train.models.gpt import GPT
 from muown_train.models.language_model import LanguageModel
 from muown_train.models.speedrun import Speedrun
 from muown_train.models.track3 import Track3
 from muown_train.optim import Combined, Muon, Muown, param_groups
-from muown_train.roofline import FRACTIONS, update_time
+from muown_train.runtime import hardware
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 

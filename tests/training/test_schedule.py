@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muown_train.schedule import constant, cosine, power_cooldown, wsd
+from muown_train.training.schedule import constant, cosine, power_cooldown, wsd
 
 fractions = st.floats(0, 0.5)
 

@@ -6,13 +6,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from muown_train.distributed import World
-from muown_train.optim import gate
-from muown_train.status import Outcome
-from tests.ranks import on_ranks
-from tests.runs import HERE, built, losses, metrics, slow_but, trained
-from tests.test_bad_numbers import ROWS, events, fitted, poisoned
-from tests.test_failing_data import MESSAGE, failing
+from muown_train.optim.core import skip_step as gate
+from muown_train.runs.status import Outcome
+from muown_train.runtime.distributed import World
+from tests.end_to_end.test_bad_numbers import ROWS, events, fitted, poisoned
+from tests.end_to_end.test_failing_data import MESSAGE, failing
+from tests.helpers.ranks import on_ranks
+from tests.helpers.runs import HERE, built, losses, metrics, slow_but, trained
 
 UPDATES = {0, 4, 5, 9}  # without numbers
 

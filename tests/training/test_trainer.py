@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from muown_train.distributed import World
 from muown_train.optim import Muown
-from tests.ranks import on_ranks
-from tests.runs import built, losses, metrics, slow_but, train_until_killed, trained
+from muown_train.runtime.distributed import World
+from tests.helpers.ranks import on_ranks
+from tests.helpers.runs import built, losses, metrics, slow_but, train_until_killed, trained
 
 
 def weights(run) -> list[torch.Tensor]:

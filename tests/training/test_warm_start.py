@@ -8,14 +8,14 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from muown_train.build import make_model
-from muown_train.checkpoint import ModelState
-from muown_train.config import run_name
-from muown_train.hf.export import export
-from muown_train.saved_run import open_run, write_run
-from muown_train.start import read_start
-from muown_train.top_level import top_level
-from tests.runs import built, configured, metrics, trained
+from muown_train.config.compose import run_name
+from muown_train.config.schema import top_level
+from muown_train.runs.checkpoint import ModelState
+from muown_train.runs.hf.export import export
+from muown_train.runs.saved_run import open_run, write_run
+from muown_train.training.build import make_model
+from muown_train.training.warm_start import read_start
+from tests.helpers.runs import built, configured, metrics, trained
 
 
 @pytest.fixture(scope="module")

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from muown_train.analysis.cost.traced import Kept, kept_by
 from muown_train.models.attention import blocks, wants_blocks
-from muown_train.models.cross_entropy import chunk_rows
 from muown_train.models.gpt import GPT
 from muown_train.models.language_model import LanguageModel
+from muown_train.models.loss import chunk_rows
 from muown_train.optim import SOAP, Combined, Lion, parameter_roles
-from muown_train.optim.base import MAX_BATCH_ELEMENTS, MatrixOptimizer
-from muown_train.optim.eager import Group
-from muown_train.optim.gate import portions
+from muown_train.optim.core.base import Group
+from muown_train.optim.core.matrix import MAX_BATCH_ELEMENTS, MatrixOptimizer
+from muown_train.optim.core.skip_step import portions
 from muown_train.optim.sharding import assign
-from muown_train.traced import Kept, kept_by
 
 FLOAT = 4  # bytes of weights, gradients, optimizer state and the residual stream
 

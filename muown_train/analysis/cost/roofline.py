@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from muown_train.estimate import FLOAT, Pass, Sizes
-from muown_train.hardware import Gpu
+from muown_train.analysis.cost.memory import FLOAT, Pass, Sizes
 from muown_train.optim import Combined, Lion, Muon, Muown
-from muown_train.optim.eager import Group
+from muown_train.optim.core.base import Group
 from muown_train.optim.sharding import FLOPS_PER_BYTE, assign, update_cost
+from muown_train.runtime.hardware import Gpu
 
 # Of the peak: what is commonly attained. Products of thousands of rows at 60 to 75 %, as clocks fall under full load;
 # FlashAttention-2 at 35 % on H100 (Shah et al. 2024, arXiv 2407.08608, figure 5), and at heads of 64 rather 30 %;

@@ -22,12 +22,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muown_train.__main__ import Parser, explained
-from muown_train.pipes import script
+from muown_train.cli.main import Parser, explained
+from muown_train.cli.process import script
 
 if TYPE_CHECKING:
-    from muown_train.distributed import World
-    from muown_train.saved_run import SavedRun
+    from muown_train.runs.saved_run import SavedRun
+    from muown_train.runtime.distributed import World
 
 # of each: name, type, default, what it is
 OPTIONS: dict[str, tuple[tuple[str, int | None, str], ...]] = {
@@ -70,8 +70,8 @@ def arguments_of(words: list[str]) -> argparse.Namespace:
 
 
 def analyze(arguments: argparse.Namespace, here: "World") -> None:
+    from muown_train.analysis.checkpoints import FOLDER, Results, chosen, identity
     from muown_train.analysis.gradient_noise import discard
-    from muown_train.analysis.saved import FOLDER, Results, chosen, identity
 
     found = [saved for run in arguments.runs for saved in chosen(run, arguments.steps, arguments.all)]
     for saved in found:
@@ -131,7 +131,7 @@ def updates_of(saved: "SavedRun") -> int:
     """The updates that the run's budget pays for."""
     import torch
 
-    from muown_train.build import make_model, make_schedule
+    from muown_train.training.build import make_model, make_schedule
 
     with torch.device("meta"):
         model = make_model(saved.config, saved.top)
@@ -142,8 +142,8 @@ def measured(
     arguments: argparse.Namespace, saved: "SavedRun", settings: Mapping[str, Any], scratch: Path, here: "World"
 ) -> dict[str, float]:
     from muown_train.analysis import probes
+    from muown_train.analysis.checkpoints import check_optimizer, identity, subject_of
     from muown_train.analysis.gradient_noise import Noise
-    from muown_train.analysis.saved import check_optimizer, identity, subject_of
 
     kind = arguments.kind
     if kind in ("effective_rank", "gradient_noise"):
@@ -162,7 +162,7 @@ def measured(
 
 def progress(step: int) -> Callable[[str, int, int], None]:
     """Says on standard error what is done, and how long the rest of a pass takes."""
-    from muown_train.console import duration
+    from muown_train.training.tracking.console import duration
 
     begun: dict[str, tuple[float, int]] = {}
 
@@ -233,7 +233,7 @@ def without_layer(name: str) -> str:
 def main() -> None:
     arguments = arguments_of(sys.argv[1:])
     with explained([]):
-        from muown_train.distributed import world
+        from muown_train.runtime.distributed import world
 
         with world() as here:
             analyze(arguments, here)

@@ -7,9 +7,9 @@ checkpoints with keep_every=N or keep_checkpoints=N.
 
 from pathlib import Path
 
-from muown_train.__main__ import Parser, explained
-from muown_train.config import new_folder
-from muown_train.pipes import script
+from muown_train.cli.main import Parser, explained
+from muown_train.cli.process import script
+from muown_train.config.compose import new_folder
 
 
 def main() -> None:
@@ -34,8 +34,8 @@ def main() -> None:
         if run.resolve() in out.resolve().parents:
             raise ValueError(f"{out} is in the run's own folder: give one beside it with --out")
 
-        from muown_train.averaging import averaged, chosen, coefficients
-        from muown_train.saved_run import run_of, write_run
+        from muown_train.runs.averaging import averaged, chosen, coefficients
+        from muown_train.runs.saved_run import run_of, write_run
 
         checkpoints = chosen(run, steps, arguments.last)
         shares = coefficients(len(checkpoints), decay)

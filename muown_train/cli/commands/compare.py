@@ -15,8 +15,8 @@ import glob
 import sys
 from pathlib import Path
 
-from muown_train.__main__ import Parser, explained
-from muown_train.pipes import script
+from muown_train.cli.main import Parser, explained
+from muown_train.cli.process import script
 
 
 def folders(words: list[str]) -> list[Path]:
@@ -42,8 +42,8 @@ def main() -> None:
     with explained([]):
         from rich.console import Console
 
-        from muown_train.paper.compare import compare, told
-        from muown_train.paper.runs import NoRun, read_run
+        from muown_train.experiments.compare import compare, told
+        from muown_train.runs.record import NoRun, read_run
 
         runs, faults = [], []
         for folder in folders(arguments.runs):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import sys
 
-from muown_train.__main__ import Parser
-from muown_train.pipes import script
-from muown_train.secrets import redacted
+from muown_train.cli.main import Parser
+from muown_train.cli.process import script
+from muown_train.runtime.redaction import redacted
 
 try:
     import wandb_workspaces.reports.v2 as wr

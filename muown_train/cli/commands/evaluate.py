@@ -25,18 +25,18 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from muown_train import hardware
-from muown_train.__main__ import INTERRUPTED, Parser, explained, leave
-from muown_train.build import cache_folder
-from muown_train.config import check_overrides, composed, parsed
-from muown_train.console import duration, perplexity, rate
-from muown_train.data.texts import ALL, Text, text_of
-from muown_train.factory import whole
-from muown_train.files import replace
-from muown_train.mistakes import nearest
-from muown_train.pipes import script
-from muown_train.saved_run import SavedRun, open_run
-from muown_train.scoring import FEWEST, Score, Scoring, difference, prepared, together
+from muown_train.analysis.scoring import FEWEST, Score, Scoring, difference, prepared, together
+from muown_train.cli.main import INTERRUPTED, Parser, explained, leave
+from muown_train.cli.process import script
+from muown_train.config.compose import check_overrides, composed, parsed
+from muown_train.config.instantiate import whole
+from muown_train.data.text.eval_texts import ALL, Text, text_of
+from muown_train.runs.saved_run import SavedRun, open_run
+from muown_train.runtime import hardware
+from muown_train.runtime.atomic_files import replace
+from muown_train.runtime.suggest import nearest
+from muown_train.training.build import cache_folder
+from muown_train.training.tracking.console import duration, perplexity, rate
 
 OWN = ("valid_tokens", "seq_len", "micro_batch", "cache")
 EVERY = 10.0  # seconds between two lines of progress that do not replace each other

@@ -7,8 +7,8 @@ is refused.
 
 from pathlib import Path
 
-from muown_train.__main__ import Parser, explained
-from muown_train.pipes import script
+from muown_train.cli.main import Parser, explained
+from muown_train.cli.process import script
 
 
 def main() -> None:
@@ -21,8 +21,8 @@ def main() -> None:
     with explained([]):
         import torch
 
-        from muown_train.hf.export import export
-        from muown_train.saved_run import open_run
+        from muown_train.runs.hf.export import export
+        from muown_train.runs.saved_run import open_run
 
         saved = open_run(arguments.run, arguments.step)
         out = arguments.out or saved.folder / "hf"

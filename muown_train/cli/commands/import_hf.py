@@ -7,8 +7,8 @@ holds weights, configuration and tokenizer: all that reads runs reads it, and in
 
 from pathlib import Path
 
-from muown_train.__main__ import Parser, explained
-from muown_train.pipes import script
+from muown_train.cli.main import Parser, explained
+from muown_train.cli.process import script
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the run to write")
     arguments = parser.parse_args()
     with explained([]):
-        from muown_train.hf.importing import import_folder, training_settings
+        from muown_train.runs.hf.import_hf import import_folder, training_settings
 
         print(f"{arguments.folder} -> {arguments.out}", flush=True)
         imported = import_folder(arguments.folder, arguments.out)

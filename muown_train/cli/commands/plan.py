@@ -5,10 +5,10 @@ those of `python -m muown_train`; nothing is trained or downloaded, and no GPU i
 `muown_train/roofline.py`, or follows from an MFU that you know (`--mfu`).
 """
 
-from muown_train.__main__ import Parser, explained
-from muown_train.hardware import GPUS
-from muown_train.pipes import script
-from muown_train.plan import of_memory, of_parameters, of_time, planned
+from muown_train.cli.main import Parser, explained
+from muown_train.cli.process import script
+from muown_train.runtime.hardware import GPUS
+from muown_train.training.plan import of_memory, of_parameters, of_time, planned
 
 
 def main() -> None:

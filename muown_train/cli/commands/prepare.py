@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from muown_train.pipes import script
+from muown_train.cli.process import script
 
 DEFAULTS = {"out": None, "tokens": None, "valid_tokens": 4_000_000, "shard_tokens": 100_000_000}
 
@@ -33,9 +33,9 @@ def settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Our own keys, checked, and the overrides that choose the data."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    from muown_train.config import check_overrides
-    from muown_train.factory import whole
-    from muown_train.mistakes import nearest
+    from muown_train.config.compose import check_overrides
+    from muown_train.config.instantiate import whole
+    from muown_train.runtime.suggest import nearest
 
     check_overrides(words)
     own: dict[str, Any] = dict(DEFAULTS)
@@ -65,16 +65,16 @@ def main() -> None:
         return
     from omegaconf import OmegaConf
 
-    from muown_train.__main__ import explained
-    from muown_train.config import composed
+    from muown_train.cli.main import explained
+    from muown_train.config.compose import composed
+    from muown_train.config.instantiate import factory
     from muown_train.data.sources import FROM_RUN
-    from muown_train.factory import factory
 
     with explained():
         own, data = settings(words)
         config = OmegaConf.to_container(composed(data).data, resolve=True)
         target = factory(config, "data", given=FROM_RUN)  # type: ignore[arg-type]
-        from muown_train.data.prepare import prepare
+        from muown_train.data.shards.prepare import prepare
 
         prepare(Path(own.pop("out")).expanduser(), target.func.__name__, target.keywords, **own)
 

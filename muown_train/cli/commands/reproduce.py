@@ -33,11 +33,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muown_train.pipes import script
+from muown_train.cli.process import script
 
 if TYPE_CHECKING:
-    from muown_train.paper.experiment import Experiment
-    from muown_train.paper.progress import Found
+    from muown_train.experiments.grid import Experiment
+    from muown_train.experiments.progress import Found
 
 ROOT = Path(__file__).resolve().parents[1]
 ARCHIVE = ROOT / "docs" / "results" / "runs"
@@ -67,9 +67,9 @@ ONLY = {  # of the keys those that are for some actions
 
 def settings(words: list[str]) -> tuple[dict[str, Any], list[str], list[str]]:
     """Our own keys, checked; the overrides for every run; the words for sbatch."""
-    from muown_train.config import check_overrides, parsed
-    from muown_train.factory import is_number, whole
-    from muown_train.mistakes import nearest
+    from muown_train.config.compose import check_overrides, parsed
+    from muown_train.config.instantiate import is_number, whole
+    from muown_train.runtime.suggest import nearest
 
     flags = [word for word in words if word.startswith("-")]
     words = [word for word in words if not word.startswith("-")]
@@ -120,7 +120,7 @@ def without_dashes(words: list[str]) -> list[str]:
 
 def plan(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) -> int:
     """Print what the runs cost."""
-    from muown_train.experiment_plan import plan_lines
+    from muown_train.experiments.cost import plan_lines
 
     gpus = experiment.gpus
     device = own["device"] or (gpus and gpus.device)
@@ -134,8 +134,8 @@ def plan(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) ->
 
 def run(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) -> int:
     """Train what is missing, and measure what is done."""
-    from muown_train.paper.launch import STOPPED, Launcher, Task, python, training
-    from muown_train.paper.progress import progress, summary
+    from muown_train.experiments.launch import STOPPED, Launcher, Task, python, training
+    from muown_train.experiments.progress import progress, summary
 
     wanted = [each for each in found if each.wanted]
     print(summary(found))
@@ -146,7 +146,7 @@ def run(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) -> 
             return 0
     import torch
 
-    from muown_train.experiment_plan import check_runs
+    from muown_train.experiments.cost import check_runs
 
     ranks = own["ranks"] or 1
     check_runs([each.cell for each in wanted], ranks)  # an error now, not in the runs' logs
@@ -173,17 +173,17 @@ def run(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) -> 
 
 def submit(experiment: "Experiment", found: "list[Found]", own: dict[str, Any], flags: list[str]) -> int:
     """Give what is missing to SLURM, an element of an array for each run."""
-    from muown_train.files import replace
-    from muown_train.paper.launch import line_of
-    from muown_train.paper.progress import summary
-    from muown_train.paper.queue import keep_job
+    from muown_train.experiments.launch import line_of
+    from muown_train.experiments.progress import summary
+    from muown_train.experiments.slurm_queue import keep_job
+    from muown_train.runtime.atomic_files import replace
 
     wanted = [each for each in found if each.wanted]
     print(summary(found))
     if not wanted:
         print("nothing to submit")
         return 0
-    from muown_train.experiment_plan import check_runs  # which loads torch
+    from muown_train.experiments.cost import check_runs  # which loads torch
 
     check_runs([each.cell for each in wanted], 1)
     if shutil.which("sbatch") is None:
@@ -207,8 +207,8 @@ def submit(experiment: "Experiment", found: "list[Found]", own: dict[str, Any], 
 
 def archive(experiment: "Experiment", found: "list[Found]") -> int:
     """Copy what is done or diverged to where reports find it without OUT."""
-    from muown_train.paper.archive import archive_experiment, places_that_stay
-    from muown_train.paper.progress import summary
+    from muown_train.experiments.archive import archive_experiment, places_that_stay
+    from muown_train.experiments.progress import summary
 
     print(summary(found))
     if not any(each.state in ("done", "diverged") for each in found):
@@ -224,7 +224,7 @@ def archive(experiment: "Experiment", found: "list[Found]") -> int:
 
 def queued(found: "list[Found]", own: dict[str, Any]) -> "list[Found]":
     """What the queue says of them; what only looks goes on without it."""
-    from muown_train.paper.queue import with_queue
+    from muown_train.experiments.slurm_queue import with_queue
 
     try:
         return with_queue(found, own["out"], ROOT)
@@ -238,20 +238,20 @@ def queued(found: "list[Found]", own: dict[str, Any]) -> "list[Found]":
 def main() -> int:
     words = without_dashes(sys.argv[1:])
     if not words or {"-h", "--help"} & set(words):
-        from muown_train.paper.experiment import names
+        from muown_train.experiments.grid import names
 
         print(__doc__)
         known = names()
         width = max(map(len, known))
         print("\n".join(f"experiment={name:<{width}}  {sentence}" for name, sentence in known.items()))
         return 0
-    from muown_train.__main__ import explained
+    from muown_train.cli.main import explained
 
     with explained([word for word in words if not word.startswith("-")]):
-        from muown_train.mistakes import nearest
-        from muown_train.paper.experiment import load_experiment, names
-        from muown_train.paper.page import check_page
-        from muown_train.paper.progress import damages, progress, summary
+        from muown_train.experiments.grid import load_experiment, names
+        from muown_train.experiments.progress import damages, progress, summary
+        from muown_train.experiments.report.page import check_page
+        from muown_train.runtime.suggest import nearest
 
         own, further, flags = settings(words)
         if own["experiment"] is None:
@@ -278,8 +278,8 @@ def main() -> int:
         if own["action"] == "submit":
             return submit(experiment, found, own, flags)
         if own["action"] == "report":
-            from muown_train.paper.experiment_report import report
-            from muown_train.paper.page import fill
+            from muown_train.experiments.report.page import fill
+            from muown_train.experiments.report.results import report
 
             made = report(experiment, found, further)
             paths = made.write(Path(own["out"]) / experiment.folder / "report")

@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 
-from muown_train import hardware
-from muown_train.__main__ import INTERRUPTED, Parser, explained, leave
-from muown_train.console import rate
-from muown_train.data.tokenizer import HubTokenizer
+from muown_train.cli.main import INTERRUPTED, Parser, explained, leave
+from muown_train.cli.process import script
+from muown_train.data.text.tokenizer import HubTokenizer
 from muown_train.models.generate import Sampling, pieces, stream
-from muown_train.pipes import script
-from muown_train.saved_run import open_run
+from muown_train.runs.saved_run import open_run
+from muown_train.runtime import hardware
+from muown_train.training.tracking.console import rate
 
 
 def until(end: int, ids: Iterator[int], made: list[int]) -> Iterator[int]:

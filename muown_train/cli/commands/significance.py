@@ -7,10 +7,10 @@ alone. Give all that were made: those left out would make it worthless. Exit sta
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from muown_train.__main__ import Parser, explained
-from muown_train.paper.runs import RunRecord
-from muown_train.paper.significance import MARGIN, TARGET, Verdict, common_step, evaluations, finished, judge
-from muown_train.pipes import script
+from muown_train.cli.main import Parser, explained
+from muown_train.cli.process import script
+from muown_train.experiments.significance import MARGIN, TARGET, Verdict, common_step, evaluations, finished, judge
+from muown_train.runs.record import RunRecord
 
 
 def table(runs: Sequence[RunRecord], losses: Sequence[float], step: int) -> Iterator[str]:

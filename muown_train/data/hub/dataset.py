@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
+from muown_train.config.instantiate import whole
 from muown_train.data.cache import fingerprint, prepared
 from muown_train.data.corpus import Part, print_line, with_ids
-from muown_train.data.holdout import PARTS
-from muown_train.data.hub import LEAST, HubFiles, Unit, open_hub
+from muown_train.data.hub.files import LEAST, HubFiles, Unit, open_hub
+from muown_train.data.hub.retry import LIMIT, Retry
+from muown_train.data.hub.streaming import StreamRows
 from muown_train.data.permutation import permute
-from muown_train.data.retry import LIMIT, Retry
 from muown_train.data.sources import FORMAT, TrainingData, held_out_ids, tokenizer_facts
-from muown_train.data.streaming import StreamRows
+from muown_train.data.text.holdout import PARTS
+from muown_train.data.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from muown_train.data.token_file import read_tokens
-from muown_train.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from muown_train.factory import whole
 
 HELD_OUT = 20_000  # documents, where files are split: 20M tokens or so of web text
 PIECES = 16  # a stream of row groups reads them in so many pieces, in an order of each epoch's own

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from muown_train.data.corpus import print_line
-from muown_train.data.documents import well_formed
-from muown_train.data.remote_parquet import BATCH, TIMEOUT, read_texts, row_group_sizes
-from muown_train.data.retry import Retry, reason, transient
+from muown_train.data.hub.parquet import BATCH, TIMEOUT, read_texts, row_group_sizes
+from muown_train.data.hub.retry import Retry, reason, transient
+from muown_train.data.text.documents import well_formed
 
 FOOTERS_AT_ONCE = 8
 LEAST = {"streams": 1, "shuffle": 1, "retries": 0}  # of the settings that change no document

@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from muown_train.data.documents import grouped
 from muown_train.data.permutation import permute
-from muown_train.data.read_ahead import ReadAhead, end
+from muown_train.data.prefetch import ReadAhead, end
 from muown_train.data.rows import Taken
-from muown_train.data.tokenizer import Tokenizer, encode_documents
+from muown_train.data.text.documents import grouped
+from muown_train.data.text.tokenizer import Tokenizer, encode_documents
 
 AT_ONCE = 1 << 16  # characters encoded together: little, for all streams begin at the same time
 AHEAD = 128  # documents read ahead, at least one window

@@ -18,8 +18,8 @@ from muown_train.data.cache import fingerprint
 from muown_train.data.corpus import print_line
 from muown_train.data.rows import TokenRows
 from muown_train.data.sources import TrainingData, held_out_ids, tokenizer_facts
+from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer, check_vocabulary, load_tokenizer, token_dtype
 from muown_train.data.token_file import HEADER_BYTES, read_tokens
-from muown_train.data.tokenizer import TOKENIZER, HubTokenizer, check_vocabulary, load_tokenizer, token_dtype
 from muown_train.data.unigram import unigram_loss
 
 FORMAT = 1  # of index.json

@@ -23,15 +23,15 @@ from typing import Any
 
 import numpy as np
 
+from muown_train.config.instantiate import whole
 from muown_train.data.cache import fingerprint
-from muown_train.data.document_source import OPENERS, Cursor, Reader, Source
-from muown_train.data.hub import LEAST
-from muown_train.data.prepare_report import Report
-from muown_train.data.shards import COUNTS, FORMAT, INDEX, PROGRESS
+from muown_train.data.hub.files import LEAST
+from muown_train.data.shards.dataset import COUNTS, FORMAT, INDEX, PROGRESS
+from muown_train.data.shards.progress import Report
+from muown_train.data.shards.reader import OPENERS, Cursor, Reader, Source
+from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer, load_tokenizer, token_dtype
 from muown_train.data.token_file import TokenWriter
-from muown_train.data.tokenizer import TOKENIZER, HubTokenizer, load_tokenizer, token_dtype
-from muown_train.factory import whole
-from muown_train.files import PARTIAL, replace, sync
+from muown_train.runtime.atomic_files import PARTIAL, replace, sync
 
 FLUSH = 1 << 20  # ids written and counted together
 

@@ -12,11 +12,11 @@ import numpy as np
 
 from muown_train.data.cache import files_fingerprint
 from muown_train.data.corpus import with_ids
-from muown_train.data.documents import expand, grouped, read_documents
-from muown_train.data.hub import Unit, open_hub
-from muown_train.data.read_ahead import ReadAhead, end
-from muown_train.data.retry import LIMIT, Retry
-from muown_train.data.tokenizer import Tokenizer
+from muown_train.data.hub.files import Unit, open_hub
+from muown_train.data.hub.retry import LIMIT, Retry
+from muown_train.data.prefetch import ReadAhead, end
+from muown_train.data.text.documents import expand, grouped, read_documents
+from muown_train.data.text.tokenizer import Tokenizer
 
 FILES_AT_ONCE = 4  # read ahead, so that cores need not wait for a network
 DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 1 << 20  # that readers hand over together

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from muown_train.config.instantiate import factory
 from muown_train.data import sources
-from muown_train.data.byte_bpe import byte_alphabet
 from muown_train.data.corpus import with_ids
-from muown_train.data.documents import expand, read_labelled
 from muown_train.data.sources import FROM_RUN, TrainingData
-from muown_train.data.tokenizer import Tokenizer, token_dtype
-from muown_train.factory import factory
+from muown_train.data.text.documents import expand, read_labelled
+from muown_train.data.text.tiktoken_bpe import byte_alphabet
+from muown_train.data.text.tokenizer import Tokenizer, token_dtype
 
 MOST_FILES = 20  # that are sources of their own
 ALL = "all"  # the source of documents that are told apart by nothing

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from muown_train.data import byte_bpe
-from muown_train.data.documents import grouped, well_formed
+from muown_train.data.text import tiktoken_bpe as byte_bpe
+from muown_train.data.text.documents import grouped, well_formed
 
 TOKENIZER = "tokenizer.json"  # what the file is called in prepared data and in a run's folder
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")

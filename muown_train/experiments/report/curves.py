@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from muown_train.paper import style
-from muown_train.paper.runs import SMOOTHED, Group, RunRecord, Series, machines
-from muown_train.records import Line
+from muown_train.experiments.report import style
+from muown_train.runs.metrics import Line
+from muown_train.runs.record import SMOOTHED, Group, RunRecord, Series, machines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

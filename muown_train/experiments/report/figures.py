@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from muown_train.paper import measured_figures, style
-from muown_train.paper.curves import LOSS, plot_comparison
-from muown_train.paper.runs import Group
-from muown_train.paper.tables import rate
+from muown_train.experiments.report import stat_figures as measured_figures
+from muown_train.experiments.report import style
+from muown_train.experiments.report.curves import LOSS, plot_comparison
+from muown_train.experiments.report.tables import rate
+from muown_train.runs.record import Group
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from muown_train.paper.experiment_report import Report, Result
+    from muown_train.experiments.report.results import Report, Result
 
 _ROOM = 0.05  # of the frame's height, below and above
 _TICKS = 6  # that have room beside one another

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from muown_train.paper.runs import RunRecord, Series
-from muown_train.paper.tables import rate
-from muown_train.records import read_metrics
+from muown_train.experiments.report.tables import rate
+from muown_train.runs.metrics import read_metrics
+from muown_train.runs.record import RunRecord, Series
 
 if TYPE_CHECKING:
-    from muown_train.paper.experiment_report import Report
+    from muown_train.experiments.report.results import Report
 
 _KINDS = {  # as a figure names matrices that all layers have
     "attention.q": "query",

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from muown_train.files import replace
+from muown_train.runtime.atomic_files import replace
 
 _PART = re.compile(r"(<!-- report (\S+)((?: \S+)*) -->\n)(?:(?!<!-- report ).)*?(<!-- end -->)(?=\n|\Z)", re.DOTALL)
 

@@ -11,15 +11,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from muown_train.config import given_in_name
-from muown_train.files import replace
-from muown_train.paper.experiment import Experiment, Reported, Series
-from muown_train.paper.experiment_figures import FIGURES
-from muown_train.paper.measured import Measured, lines_of
-from muown_train.paper.measured_tables import TABLES
-from muown_train.paper.progress import Found, summary
-from muown_train.paper.runs import ABSENT, RunRecord
-from muown_train.paper.tables import Table, csv_text, mean_and_deviation, rate
+from muown_train.config.compose import given_in_name
+from muown_train.experiments.grid import Experiment, Reported, Series
+from muown_train.experiments.progress import Found, summary
+from muown_train.experiments.report.figures import FIGURES
+from muown_train.experiments.report.matrix_stats import Measured, lines_of
+from muown_train.experiments.report.stat_tables import TABLES
+from muown_train.experiments.report.tables import Table, csv_text, mean_and_deviation, rate
+from muown_train.runs.record import ABSENT, RunRecord
+from muown_train.runtime.atomic_files import replace
 
 NEAR = 1.02  # a perplexity, of the best
 

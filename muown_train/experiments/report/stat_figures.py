@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from muown_train.paper import style
-from muown_train.paper.measured import RANK, SPECTRAL, Measured, OfMatrix, Spread, all_layers
+from muown_train.experiments.report import style
+from muown_train.experiments.report.matrix_stats import RANK, SPECTRAL, Measured, OfMatrix, Spread, all_layers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from muown_train.paper.experiment_report import Report
+    from muown_train.experiments.report.results import Report
 
 _COLUMN, _ROW, _LEGEND = 1.45, 1.5, 1.6  # inches
 _DEPTHS = (4 / 22, 8 / 22, 12 / 22, 16 / 22)  # the blocks of 22 that the paper shows one by one

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from muown_train.paper.measured import NEGATIVE, RANK, SPECTRAL, Measured, OfMatrix, Spread
-from muown_train.paper.runs import ABSENT
-from muown_train.paper.tables import Table
+from muown_train.experiments.report.matrix_stats import NEGATIVE, RANK, SPECTRAL, Measured, OfMatrix, Spread
+from muown_train.experiments.report.tables import Table
+from muown_train.runs.record import ABSENT
 
 if TYPE_CHECKING:
-    from muown_train.paper.experiment_report import Report
+    from muown_train.experiments.report.results import Report
 
 
 def spectral_tables(report: "Report") -> list[Table]:

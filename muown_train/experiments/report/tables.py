@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from muown_train.paper.runs import ABSENT
+from muown_train.runs.record import ABSENT
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable

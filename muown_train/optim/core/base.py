@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gate import portions, unless
+from .skip_step import portions, unless
 
 Group = dict[str, Any]
 State = dict[str, Tensor]

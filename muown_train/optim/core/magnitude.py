@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from .base import Number
+from .matrix import Number
 
 
 class Rule(Protocol):

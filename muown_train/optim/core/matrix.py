@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .eager import EagerOptimizer, Group, State
-from .gate import unless, unless_many
+from .base import EagerOptimizer, Group, State
 from .orthogonalize import dtype_name, newton_schulz, svd
 from .polar_express import polar_express
+from .skip_step import unless, unless_many
 
 Kept = Sequence[Tensor]  # what `prepare` leaves for `apply` besides X
 Number = float | Tensor  # tensors of one element in compiled code, where a new number would be a new program

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from muown_train.factory import is_number
+from muown_train.config.instantiate import is_number
 
 ORIGIN = "muown_train.json"  # in an export: what was exported; marks a folder as ours
 

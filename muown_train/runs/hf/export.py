@@ -12,14 +12,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from muown_train.data.tokenizer import TOKENIZER, HubTokenizer
-from muown_train.factory import all_settings
-from muown_train.files import whole_folder
-from muown_train.hf import layouts
-from muown_train.hf.card import card
-from muown_train.hf.common import ORIGIN
-from muown_train.saved_run import SavedRun
-from muown_train.saved_weights import check_finite
+from muown_train.config.instantiate import all_settings
+from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer
+from muown_train.runs.hf import layouts
+from muown_train.runs.hf.config_json import ORIGIN
+from muown_train.runs.hf.model_card import card
+from muown_train.runs.saved_run import SavedRun
+from muown_train.runs.weights import check_finite
+from muown_train.runtime.atomic_files import whole_folder
 
 WEIGHTS = "model.safetensors"
 _NAMES = {  # of all that an export writes

@@ -12,13 +12,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from muown_train.checkpoint import ModelState
-from muown_train.data.tokenizer import TOKENIZER, fingerprint_of
-from muown_train.factory import factory, whole
-from muown_train.hf import layouts
-from muown_train.hf.common import ORIGIN
+from muown_train.config.instantiate import factory, whole
+from muown_train.data.text.tokenizer import TOKENIZER, fingerprint_of
 from muown_train.models.language_model import LanguageModel
-from muown_train.saved_weights import check_finite
+from muown_train.runs.checkpoint import ModelState
+from muown_train.runs.hf import layouts
+from muown_train.runs.hf.config_json import ORIGIN
+from muown_train.runs.weights import check_finite
 
 _IGNORED = re.compile(r"^lm_head\.weight$|\.rotary_emb\.inv_freq$")  # tied; a constant that old versions stored
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from muown_train.config import composed, new_folder
-from muown_train.data.tokenizer import HubTokenizer
-from muown_train.factory import all_settings
-from muown_train.hf import layouts
-from muown_train.hf.folder import read_folder
-from muown_train.saved_run import write_run
+from muown_train.config.compose import composed, new_folder
+from muown_train.config.instantiate import all_settings
+from muown_train.data.text.tokenizer import HubTokenizer
+from muown_train.runs.hf import layouts
+from muown_train.runs.hf.folder import read_folder
+from muown_train.runs.saved_run import write_run
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from muown_train.hf import llama, qwen2
+from muown_train.runs.hf import llama, qwen2
 
 
 class Layout(Protocol):

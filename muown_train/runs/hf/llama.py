@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, cat
 
-from muown_train.hf.common import demand, positive, rope_base, size
 from muown_train.models.gpt import mlp_hidden_size
+from muown_train.runs.hf.config_json import demand, positive, rope_base, size
 
 TARGET = "muown_train.models.gpt.GPT"
 MODEL_TYPE = "llama"

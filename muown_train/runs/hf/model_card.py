@@ -5,9 +5,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from muown_train.factory import is_number
-from muown_train.records import read_metrics
-from muown_train.saved_run import SavedRun
+from muown_train.config.instantiate import is_number
+from muown_train.runs.metrics import read_metrics
+from muown_train.runs.saved_run import SavedRun
 
 _HEAD = """---
 library_name: transformers

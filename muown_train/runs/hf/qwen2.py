@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from muown_train.hf.common import demand, positive, rope_base, size
+from muown_train.runs.hf.config_json import demand, positive, rope_base, size
 
 TARGET = "muown_train.models.qwen2.Qwen2"
 MODEL_TYPE = "qwen2"

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from muown_train.records import Line, Sink
-from muown_train.secrets import redacted
+from muown_train.runs.metrics import Line, Sink
+from muown_train.runtime.redaction import redacted
 
 
 class Background:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from muown_train.records import Line, Sink
+    from muown_train.runs.metrics import Line, Sink
 
 _NEWS = ("valid/loss", "train/skipped_updates", "train/rolled_back", "train/diverged")  # never left unsaid
 

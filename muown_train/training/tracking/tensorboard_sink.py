@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from muown_train.background import Background
-from muown_train.records import Line
-from muown_train.secrets import redacted_tree
+from muown_train.runs.metrics import Line
+from muown_train.runtime.redaction import redacted_tree
+from muown_train.training.tracking.async_sink import Background
 
 
 class TensorBoardSink(Background):

@@ -9,11 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from muown_train.background import Background
-from muown_train.files import replace
-from muown_train.mistakes import nearest
-from muown_train.records import Line
-from muown_train.secrets import redacted, redacted_tree
+from muown_train.runs.metrics import Line
+from muown_train.runtime.atomic_files import replace
+from muown_train.runtime.redaction import redacted, redacted_tree
+from muown_train.runtime.suggest import nearest
+from muown_train.training.tracking.async_sink import Background
 
 _MODES = ("online", "offline", "disabled")
 _ALIASES = {"run": "online", "dryrun": "offline"}  # of WANDB_MODE

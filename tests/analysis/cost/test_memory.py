@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from muown_train import estimate
-from muown_train.estimate import Pass, largest_micro_batch, memory, micro_batch, optimizer_memory, sizes_of
-from muown_train.measuring import peak_memory
+from muown_train.analysis.cost import memory as estimate
+from muown_train.analysis.cost.memory import Pass, largest_micro_batch, memory, micro_batch, optimizer_memory, sizes_of
 from muown_train.models import attention
 from muown_train.models.gpt import GPT
 from muown_train.models.language_model import LanguageModel
@@ -19,6 +18,7 @@ from muown_train.models.speedrun import Speedrun
 from muown_train.models.track3 import Track3
 from muown_train.optim import SOAP, Combined, Lion, Muon, Muown, NorMuon, param_groups
 from muown_train.optim.sharding import assign
+from muown_train.runtime.benchmark import peak_memory
 
 SMALL = {"V": 1024, "L": 2, "D": 128, "h": 4, "T": 128, "B": 4}
 

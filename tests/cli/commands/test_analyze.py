@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from muown_train.analysis.saved import Results
-from muown_train.saved_run import open_run, write_run
+from muown_train.analysis.checkpoints import Results
+from muown_train.runs.saved_run import open_run, write_run
 from tests.analysis.test_probes import probed
-from tests.runs import built, trained, wait_until
+from tests.helpers.runs import built, trained, wait_until
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 PROBES = ("probes=[spectral,effective_rank,attention_logits]", "probe_every=4")

@@ -61,7 +61,7 @@ def test_its_panels(view):
 
 
 def test_the_optimizer_is_where_the_sink_writes_it(tmp_path):
-    from muown_train.wandb_sink import _facts
+    from muown_train.training.tracking.wandb_sink import _facts
 
     assert _facts(tmp_path, {"optim": {"_target_": "muown_train.optim.Muown"}}) == {"optimizer": "Muown"}
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from muown_train import scoring
-from muown_train.data.prepare import prepare
-from muown_train.data.texts import encoded, text_of, token_bytes
+from muown_train.analysis import scoring
+from muown_train.data.shards.prepare import prepare
+from muown_train.data.text.eval_texts import encoded, text_of, token_bytes
+from muown_train.data.text.tokenizer import HubTokenizer, load_tokenizer
 from muown_train.data.token_file import read_tokens
-from muown_train.data.tokenizer import HubTokenizer, load_tokenizer
-from muown_train.saved_run import open_run
-from tests.data.helpers import word_tokenizer_json
+from muown_train.runs.saved_run import open_run
+from tests.helpers.ranks import on_ranks
+from tests.helpers.runs import metrics, trained
+from tests.helpers.text_files import word_tokenizer_json
 from tests.models.test_gpt import as_llama
-from tests.ranks import on_ranks
-from tests.runs import metrics, trained
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 TOKENIZERS = Path(__file__).resolve().parents[2] / "shared" / "tokenizers"

@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from muown_train.data import prepare
-from tests.data.helpers import word_tokenizer_json
-from tests.data.hub_server import Fault, Hub
-from tests.data.prepared import contents, documents_in, tokens_of
-from tests.data.test_hub import build
+from muown_train.data.shards.dataset import prepare
+from tests.data.hub.test_hub import build
+from tests.helpers.hub_server import Fault, Hub
+from tests.helpers.prepared import contents, documents_in, tokens_of
+from tests.helpers.text_files import word_tokenizer_json
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "prepare_data.py"

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from muown_train.config import composed
-from muown_train.paper.experiment import load_experiment
-from muown_train.paper.queue import keep_job
-from muown_train.paper.runs import read_run
-from muown_train.paper.tables import rate
-from tests.paper.experiments import fill, of_paper
-from tests.runs import metrics, wait_until
+from muown_train.config.compose import composed
+from muown_train.experiments.grid import load_experiment
+from muown_train.experiments.report.tables import rate
+from muown_train.experiments.slurm_queue import keep_job
+from muown_train.runs.record import read_run
+from tests.helpers.experiments import fill, of_paper
+from tests.helpers.runs import metrics, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "reproduce.py"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from muown_train.models.generate import generate
-from muown_train.saved_run import open_run, write_run
-from tests.runs import trained
+from muown_train.runs.saved_run import open_run, write_run
+from tests.helpers.runs import trained
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 

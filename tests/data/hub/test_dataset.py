@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muown_train.data import hub_source, streaming
-from muown_train.data.hub import HubFiles, Unit
-from muown_train.data.hub_source import PIECES, _split, _write_held_out
+from muown_train.data.hub.dataset import PIECES, _split, _write_held_out
+from muown_train.data.hub.files import HubFiles, Unit, streaming
+from muown_train.data.hub.files import dataset as hub_source
+from muown_train.data.hub.retry import Retry
+from muown_train.data.hub.streaming import Cursor, Shuffle, read_windows
 from muown_train.data.loader import Loader
-from muown_train.data.retry import Retry
-from muown_train.data.streaming import Cursor, Shuffle, read_windows
 from muown_train.data.token_file import read_tokens
-from tests.data.helpers import ByteTokenizer, union, word_tokenizer_json
-from tests.data.hub_server import Fault, Hub
+from tests.helpers.hub_server import Fault, Hub
+from tests.helpers.text_files import ByteTokenizer, union, word_tokenizer_json
 
 REPO = "datasets/owner/name"
 RUN = {"seq_len": 32, "seed": 3, "valid_tokens": 300, "vocab_size": 50280}

@@ -10,10 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from muown_train.data import retry
-from muown_train.data.hub import HubFiles, Unit
-from muown_train.data.retry import Interrupted, Retry, transient
-from tests.data.hub_server import Fault, Hub
+from muown_train.data.hub.files import HubFiles, Unit, retry
+from muown_train.data.hub.retry import Interrupted, Retry, transient
+from tests.helpers.hub_server import Fault, Hub
 
 REPO = "datasets/owner/name"
 GROUP = 16
@@ -157,7 +156,7 @@ def test_broken_and_absent_files_are_not_retried(files):
 
 
 def test_a_server_that_does_not_answer(files, hub, monkeypatch):
-    monkeypatch.setattr("muown_train.data.remote_parquet.TIMEOUT", 0.2)
+    monkeypatch.setattr("muown_train.data.hub.parquet.TIMEOUT", 0.2)
     hub.next_requests(1, Fault(delay=0.5))
     assert list(files.documents(Unit(0), 0)) == TEXTS
     assert "Timeout" in said(files)[0] or "timed out" in said(files)[0]

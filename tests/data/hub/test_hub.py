@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from muown_train.data.permutation import permute
-from tests.data.helpers import word_tokenizer_json
-from tests.data.hub_server import Fault, Hub
+from tests.helpers.hub_server import Fault, Hub
+from tests.helpers.text_files import word_tokenizer_json
 
 ROOT = Path(__file__).parents[2]
 CORPUS = ROOT.parent / "shared" / "corpus"
@@ -33,7 +33,7 @@ from pathlib import Path
 import yaml
 from hydra.utils import instantiate
 from muown_train.data.loader import Loader
-from tests.data.helpers import union
+from tests.helpers.text_files import union
 
 published = yaml.safe_load(Path("configs/data/fineweb_edu.yaml").read_text())
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muown_train.data import streaming
+from muown_train.data.hub.files import streaming
+from muown_train.data.hub.retry import Retry
+from muown_train.data.hub.streaming import Cursor, Shuffle, Stream, StreamRows, read_windows
 from muown_train.data.loader import Loader
-from muown_train.data.retry import Retry
-from muown_train.data.streaming import Cursor, Shuffle, Stream, StreamRows, read_windows
-from tests.data.helpers import ByteTokenizer
+from tests.helpers.text_files import ByteTokenizer
 
 FILES = [["a", "bcd", ""], ["efghijklmnop"], [], ["q", "rs"], ["tuv"]]
 T = 4

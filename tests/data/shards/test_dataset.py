@@ -10,12 +10,12 @@ import pytest
 import yaml
 from hydra.utils import instantiate
 
-from muown_train.config import CONFIG_DIR
-from muown_train.data import prepare as preparation
+from muown_train.config.compose import CONFIG_DIR
 from muown_train.data.loader import Loader
-from muown_train.data.shards import shards
+from muown_train.data.shards.dataset import prepare as preparation
+from muown_train.data.shards.dataset import shards
 from muown_train.data.token_file import TokenWriter, read_tokens
-from tests.data.helpers import word_tokenizer_json
+from tests.helpers.text_files import word_tokenizer_json
 
 RUN = {"seq_len": 20, "seed": 0, "valid_tokens": 100, "vocab_size": 300, "cache": "unused"}
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from filelock import FileLock
 
-from muown_train.data import document_source, prepare
-from tests.data.helpers import word_tokenizer_json
-from tests.data.prepared import END, LIMITS, contents, documents_in, run, tokens_of
+from muown_train.data.shards.dataset import prepare
+from muown_train.data.shards.dataset import reader as document_source
+from tests.helpers.prepared import END, LIMITS, contents, documents_in, run, tokens_of
+from tests.helpers.text_files import word_tokenizer_json
 
 
 class Killed(BaseException):
@@ -75,7 +76,7 @@ def test_killed_while_reading(source, tmp_path, monkeypatch, limits):
         with monkeypatch.context() as patch:
             patch.setattr(document_source, "read_documents", failing)
             patch.setattr(document_source, "DOCUMENTS_AT_ONCE", 1)
-            patch.setattr("muown_train.data.tokenizer.BATCH_DOCUMENTS", 1)
+            patch.setattr("muown_train.data.text.tokenizer.BATCH_DOCUMENTS", 1)
             with pytest.raises(Killed):
                 run(folder, settings, **limits)
             assert not (folder / "index.json").exists()

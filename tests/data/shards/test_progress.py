@@ -4,13 +4,13 @@ import io
 
 from rich.console import Console
 
-from muown_train.data.prepare_report import Report
+from muown_train.data.shards.progress import Report
 
 
 def lines_of_a_report(monkeypatch, total, bursts, seconds=1.0):
     """What is printed while so many documents come at once each second, those of a file after those of another."""
     clock = 100.0
-    monkeypatch.setattr("muown_train.data.prepare_report.time.monotonic", lambda: clock)
+    monkeypatch.setattr("muown_train.data.shards.progress.time.monotonic", lambda: clock)
     written = io.StringIO()
     report = Report(Console(file=written, width=200))
     report.start(1000, total)

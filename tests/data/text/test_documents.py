@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from muown_train.data.documents import expand, read_documents, read_labelled, well_formed
+from muown_train.data.text.documents import expand, read_documents, read_labelled, well_formed
 
 TEXTS = ["one", "", "drei\r\nvier ü \U0001f600", "nul \x00 and bell \x07", "x" * 100_000]
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muown_train.data.holdout import held_out, label_by_content
+from muown_train.data.text.holdout import held_out, label_by_content
 
 
 def labelled(documents):

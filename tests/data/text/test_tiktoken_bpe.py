@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from muown_train.data import byte_bpe
-from muown_train.data import tokenizer as module
-from muown_train.data.bpe import train_bpe
-from muown_train.data.byte_bpe import CHECK_TEXTS, QWEN2_WORDS, ByteBPE, json_of_gpt2_ranks, tokenizer_json
-from muown_train.data.tokenizer import HubTokenizer, load_tokenizer
+from muown_train.data.text import tiktoken_bpe as byte_bpe
+from muown_train.data.text import tokenizer as module
+from muown_train.data.text.tiktoken_bpe import CHECK_TEXTS, QWEN2_WORDS, ByteBPE, json_of_gpt2_ranks, tokenizer_json
+from muown_train.data.text.tokenizer import HubTokenizer, load_tokenizer
+from muown_train.data.text.train_bpe import train_bpe
 
 SHARED = Path(__file__).parents[3] / "shared"
 NEOX, QWEN2 = SHARED / "tokenizers/gpt_neox_20b_tokenizer.json", SHARED / "tokenizers/qwen2_tokenizer.json"

@@ -3,16 +3,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muown_train.data import tokenizer as module
-from muown_train.data.bpe import spread, train_bpe
-from muown_train.data.tokenizer import (
+from muown_train.data.text import tokenizer as module
+from muown_train.data.text.tokenizer import (
     HubTokenizer,
     check_vocabulary,
     encode_documents,
     load_tokenizer,
     token_dtype,
 )
-from tests.data.helpers import ByteTokenizer, word_tokenizer_json
+from muown_train.data.text.train_bpe import spread, train_bpe
+from tests.helpers.text_files import ByteTokenizer, word_tokenizer_json
 
 TEXTS = ["the cat sat on the mat\n" * 40, "def f(x):\n    return x + 1\n" * 30, "naïve café — 東京"]
 

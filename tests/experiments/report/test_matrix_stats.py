@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muown_train.paper import style
-from muown_train.paper.experiment import load_experiment
-from muown_train.paper.experiment_report import report
-from muown_train.paper.measured import SPECTRAL, Measured, Place, measured, place_of
-from muown_train.paper.measured_figures import plot_effective_rank, plot_singular_values, shown_blocks
-from muown_train.paper.progress import progress
-from muown_train.paper.runs import ABSENT, read_run
-from tests.paper.folders import line, settings, write
+from muown_train.experiments.grid import load_experiment
+from muown_train.experiments.progress import progress
+from muown_train.experiments.report import style
+from muown_train.experiments.report.matrix_stats import SPECTRAL, Measured, Place, measured, place_of
+from muown_train.experiments.report.results import report
+from muown_train.experiments.report.stat_figures import plot_effective_rank, plot_singular_values, shown_blocks
+from muown_train.runs.record import ABSENT, read_run
+from tests.helpers.folders import line, settings, write
 
 NAMES = ["blocks.0.attention.qkv.weight:0", "blocks.0.mlp.out.weight", "blocks.1.mlp.out.weight"]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from muown_train.paper import style
-from muown_train.paper.experiment import load_experiment
-from muown_train.paper.page import fill
-from tests.paper.experiments import fill as fill_runs
+from muown_train.experiments.grid import load_experiment
+from muown_train.experiments.report import style
+from muown_train.experiments.report.page import fill
+from tests.helpers.experiments import fill as fill_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results.md"

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from muown_train.paper import experiment_figures
-from muown_train.paper.experiment import load_experiment
-from muown_train.paper.experiment_report import report
-from muown_train.paper.progress import progress
-from muown_train.paper.tables import tex
-from tests.paper.experiments import fill, of_paper, targets
-from tests.runs import slow_but
+from muown_train.experiments.grid import load_experiment
+from muown_train.experiments.progress import progress
+from muown_train.experiments.report import figures as experiment_figures
+from muown_train.experiments.report.results import report
+from muown_train.experiments.report.tables import tex
+from tests.helpers.experiments import fill, of_paper, targets
+from tests.helpers.runs import slow_but
 
 TABLES = ("500m_multiseed", "1b", "2_7b", "qwen2_0_5b", "500m_magnitude")  # of the paper
 

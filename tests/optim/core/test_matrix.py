@@ -6,8 +6,9 @@ import pickle
 import pytest
 import torch
 
-from muown_train.measuring import peak_memory
-from muown_train.optim import Muon, Muown, base
+from muown_train.optim import Muon, Muown
+from muown_train.optim.core import matrix as base
+from muown_train.runtime.benchmark import peak_memory
 
 BOTH = pytest.mark.parametrize("kind", [Muon, Muown])
 

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muown_train.optim import orthogonalize
-from muown_train.optim.orthogonalize import default_dtype, dtype_name, has_fast_bfloat16, newton_schulz, svd
+from muown_train.optim.core import orthogonalize
+from muown_train.optim.core.orthogonalize import default_dtype, dtype_name, has_fast_bfloat16, newton_schulz, svd
 
 SHAPES = [(12, 20), (20, 12), (16, 16), (1, 9), (9, 1), (1, 1)]
 

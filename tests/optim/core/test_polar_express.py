@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from muown_train.optim import Muon, Muown
-from muown_train.optim.orthogonalize import newton_schulz, svd
-from muown_train.optim.polar_express import _OPTIMAL, SAFETY, coefficients, polar_express
+from muown_train.optim.core.orthogonalize import newton_schulz, svd
+from muown_train.optim.core.polar_express import _OPTIMAL, SAFETY, coefficients, polar_express
 
 CUSHION = 0.02407327424182761  # the paper's, section 3.4
 

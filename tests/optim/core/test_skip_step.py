@@ -7,9 +7,10 @@ import shutil
 import pytest
 import torch
 
-from muown_train.optim import SOAP, Combined, Lion, Muon, Muown, MuownSign, NorMuon, NorMuown, gate, shard
-from muown_train.optim.base import MatrixOptimizer
-from tests.ranks import on_ranks
+from muown_train.optim import SOAP, Combined, Lion, Muon, Muown, MuownSign, NorMuon, NorMuown, shard
+from muown_train.optim.core import skip_step as gate
+from muown_train.optim.core.matrix import MatrixOptimizer
+from tests.helpers.ranks import on_ranks
 
 SHAPES = [(12, 6), (4, 6), (6, 4), (4, 6)]  # the first fused of three
 STEPS, MISSING = 9, 4  # the last parameter has no gradient in update 4

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muown_train.optim.magnitude import MAGNITUDES
-from muown_train.optim.row_norm import direction, recompose, row_norms, split_gradient
+from muown_train.optim.core.magnitude import MAGNITUDES
+from muown_train.optim.core.weight_norm import direction, recompose, row_norms, split_gradient
 
 
 def parts(seed, *shape):

@@ -16,15 +16,15 @@ import pytest
 import torch
 from filelock import FileLock
 
-from muown_train.data.tokenizer import read_tokenizer
-from muown_train.distributed import World
-from muown_train.hf.export import export
-from muown_train.hf.folder import read_folder
-from muown_train.hf.importing import import_folder
+from muown_train.data.text.tokenizer import read_tokenizer
 from muown_train.models.generate import generate
-from muown_train.saved_run import open_run, write_run
-from tests.ranks import on_ranks
-from tests.runs import trained
+from muown_train.runs.hf.export import export
+from muown_train.runs.hf.folder import read_folder
+from muown_train.runs.hf.import_hf import import_folder
+from muown_train.runs.saved_run import open_run, write_run
+from muown_train.runtime.distributed import World
+from tests.helpers.ranks import on_ranks
+from tests.helpers.runs import trained
 
 transformers = pytest.importorskip("transformers")
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "tokenizers"

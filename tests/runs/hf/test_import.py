@@ -8,16 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from muown_train.__main__ import WRONG
-from muown_train.config import composed
-from muown_train.data.bpe import train_bpe
-from muown_train.factory import all_settings
-from muown_train.hf import llama, qwen2
-from muown_train.hf.export import export
-from muown_train.hf.folder import read_folder
-from muown_train.hf.importing import import_folder, training_settings
-from muown_train.saved_run import open_run
-from scripts import export_hf, import_hf
+from muown_train.cli.commands import export_hf, import_hf
+from muown_train.cli.main import WRONG
+from muown_train.config.compose import composed
+from muown_train.config.instantiate import all_settings
+from muown_train.data.text.train_bpe import train_bpe
+from muown_train.runs.hf import llama, qwen2
+from muown_train.runs.hf.export import export
+from muown_train.runs.hf.folder import read_folder
+from muown_train.runs.hf.import_hf import import_folder, training_settings
+from muown_train.runs.saved_run import open_run
 
 transformers = pytest.importorskip("transformers")
 SIZES = dict(vocab_size=101, hidden_size=24, intermediate_size=40, num_hidden_layers=2, max_position_embeddings=16)

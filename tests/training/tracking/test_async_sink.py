@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muown_train.background import Background
+from muown_train.training.tracking.async_sink import Background
 
 
 class Slow:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from muown_train.tensorboard_sink import TensorBoardSink
+from muown_train.training.tracking.tensorboard_sink import TensorBoardSink
 
 pytest.importorskip("tensorboard")
 

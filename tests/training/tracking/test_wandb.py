@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import wandb
 
-from muown_train.records import Metrics
-from muown_train.wandb_sink import WandbSink, run_id
-from tests.wandb_server import port_that, read_records, rows_of, served
+from muown_train.runs.metrics import Metrics
+from muown_train.training.tracking.wandb_sink import WandbSink, run_id
+from tests.helpers.wandb_server import port_that, read_records, rows_of, served
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 # a run with a line every 10 ms, and how long training waited for its sink
 SCRIPT = """
 import json, sys, time
 from pathlib import Path
-from muown_train.__main__ import end_process
-from muown_train.records import Metrics
-from muown_train.wandb_sink import WandbSink
+from muown_train.cli.main import end_process
+from muown_train.runs.metrics import Metrics
+from muown_train.training.tracking.wandb_sink import WandbSink
 
 folder, said, waits = Path(sys.argv[1]), [], []
 
@@ -128,8 +128,8 @@ def test_offline_one_run_through_two_restarts_and_a_rollback(clean, tmp_path):
 
 @pytest.mark.slow
 def test_offline_a_real_run_that_was_killed_goes_on_as_the_same(clean, corpus, tmp_path, monkeypatch):
-    from muown_train.trainer import Trainer
-    from tests.runs import built, trained
+    from muown_train.training.trainer import Trainer
+    from tests.helpers.runs import built, trained
 
     run = built(corpus, tmp_path, "tracking=wandb", "tracking.mode=offline")
     step = Trainer.train_step

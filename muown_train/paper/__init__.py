@@ -1,1 +1,0 @@
-"""Finished runs -> numbers and tables; without torch."""
