@@ -1,11 +1,11 @@
 """The README is true: its Python runs, and its tables name what there is."""
 
 import re
-from pathlib import Path
 
 from muown_train.config.compose import CONFIG_DIR
+from tests.helpers.paths import ROOT
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
 
 
 def test_the_example_runs():

@@ -19,7 +19,7 @@ from muown_train.cli.process import unread
 from muown_train.runtime.redaction import redacted
 from muown_train.runtime.suggest import close_key, misread, nearest
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 # installed from a wheel the files lie in the package, in a checkout beside it
 CONFIG_DIR = next(
     folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if (folder / "train.yaml").exists()

@@ -133,7 +133,7 @@ def _version(package: str) -> str | None:
 
 def _git_commit() -> str | None:
     """Of the checkout that this code lies in, with `+` if it was changed since."""
-    folder = Path(__file__).resolve().parents[1]
+    folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
         return None
     try:

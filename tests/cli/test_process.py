@@ -51,7 +51,10 @@ def test_in_the_midst_of_its_work(tmp_path):
 
 
 def test_what_was_read_to_its_end_is_no_fault():
-    code = "import os; from muown_train.cli.process import script; script(lambda: print(1, flush=True) or os.read(0, 1) and 0)"
+    code = (
+        "import os; from muown_train.cli.process import script; "
+        "script(lambda: print(1, flush=True) or os.read(0, 1) and 0)"
+    )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as process:

@@ -1,17 +1,16 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from muown_train.data import sources
 from muown_train.data.unigram import unigram_loss
+from tests.helpers.paths import ROOT
 from tests.helpers.text_files import word_tokenizer_json
 
 RUN = {"seq_len": 16, "seed": 0, "valid_tokens": 500, "vocab_size": 4096}
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

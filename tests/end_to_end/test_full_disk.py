@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +13,8 @@ from muown_train.runs.hf.export import export
 from muown_train.runs.saved_run import open_run
 from muown_train.runtime import atomic_files as files
 from tests.cli.test_main import limited
+from tests.helpers.paths import ROOT
 from tests.helpers.runs import slow_but, trained
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")

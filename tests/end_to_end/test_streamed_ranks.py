@@ -13,10 +13,10 @@ from muown_train.runtime.distributed import World
 from muown_train.training.build import build
 from tests.data.hub.test_hub import build as hub_of_files
 from tests.helpers.hub_server import Hub
+from tests.helpers.paths import ROOT
 from tests.helpers.ranks import free_port, on_ranks
 from tests.helpers.runs import HERE, SMALL, configured, metrics
 
-ROOT = Path(__file__).parents[1]
 STREAMED = (
     *SMALL,
     "data=fineweb_edu",

@@ -14,9 +14,10 @@ from muown_train.runs.record import grouped, read_run
 from muown_train.runtime import atomic_files as files
 from tests.helpers.experiments import fill
 from tests.helpers.folders import line, write
+from tests.helpers.paths import ROOT
 from tests.helpers.runs import trained
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS = ROOT / "scripts"
 WORDS = ("experiment=500m_magnitude", "scale=tiny", "points=1")
 FURTHER = ["data=files", "data.train=texts/*.txt", "cache=/home/me/cache"]
 

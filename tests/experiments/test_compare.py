@@ -18,8 +18,9 @@ from muown_train.experiments.report import curves, style
 from muown_train.experiments.report.tables import Table, csv_text, mean_and_deviation, spanned, with_deviation
 from muown_train.runs.record import read_run
 from tests.helpers.folders import line, settings, write
+from tests.helpers.paths import ROOT
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compare.py"
+SCRIPT = ROOT / "scripts" / "compare.py"
 
 
 def call(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -9,8 +9,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from muown_train.experiments.significance import judge
+from tests.helpers.paths import ROOT
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "significance.py"
+SCRIPT = ROOT / "scripts" / "significance.py"
 
 
 @pytest.mark.parametrize(

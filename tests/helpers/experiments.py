@@ -10,8 +10,9 @@ import yaml
 
 from muown_train.experiments.grid import Cell
 from tests.helpers.folders import line, write
+from tests.helpers.paths import SHARED
 
-TARGETS = Path(__file__).resolve().parents[3] / "shared" / "paper" / "targets.yaml"
+TARGETS = SHARED / "paper" / "targets.yaml"
 
 
 def fill(out: Path, cells: Sequence[Cell], perplexity: Callable[[Cell], float | str | None]) -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from muown_train.data.shards.dataset import prepare
+from muown_train.data.shards import prepare
 from muown_train.data.token_file import read_tokens
 from tests.helpers.text_files import word_tokenizer_json
 

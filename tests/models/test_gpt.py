@@ -1,15 +1,15 @@
 """GPT: against transformers' Llama, the paper's parameter counts, causality, shorter inputs."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 from muown_train.models.gpt import GPT, mlp_hidden_size
+from tests.helpers.paths import ROOT, SHARED
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = ROOT / "configs"
 # shared/paper/targets.yaml; they follow from the paper's description of the models
 PAPER = {
     "67m": 66_650_624,
@@ -97,7 +97,7 @@ def test_parameter_counts_of_the_paper(name):
 
 
 def test_counts_are_those_of_the_shared_targets():
-    targets = Path(__file__).resolve().parents[3] / "shared" / "paper" / "targets.yaml"
+    targets = SHARED / "paper" / "targets.yaml"
     if not targets.exists():
         pytest.skip("no shared/paper here")
     models = OmegaConf.load(targets).models

@@ -13,9 +13,10 @@ import torch
 
 from muown_train.runs.averaging import averaged, chosen, coefficients
 from muown_train.runs.saved_run import open_run, write_run
+from tests.helpers.paths import ROOT
 from tests.helpers.runs import trained
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "average.py"
+SCRIPT = ROOT / "scripts" / "average.py"
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,13 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.helpers.paths import ROOT
 from tests.helpers.ranks import free_port
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "benchmark_train.py"
+SCRIPT = ROOT / "scripts" / "benchmark_train.py"
 SMALL = "model.layers=1 model.dim=32 model.heads=2 model.vocab_size=512 seq_len=32 micro_batch=2 batch_tokens=128"
 
 

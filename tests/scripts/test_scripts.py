@@ -3,14 +3,13 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from muown_train.cli.main import WRONG
+from tests.helpers.paths import ROOT
 from tests.helpers.runs import slow_but
 
-ROOT = Path(__file__).resolve().parents[1]
 RUNNABLE = [path.name for path in sorted((ROOT / "scripts").glob("*.py")) if "__main__" in path.read_text()]
 
 

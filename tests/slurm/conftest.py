@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ROOT.parent / "shared" / "slurm"
+from tests.helpers.paths import ROOT, SHARED
+
+SCRIPTS = SHARED / "slurm"
 
 
 def missing() -> str | None:

@@ -3,7 +3,6 @@
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -19,8 +18,9 @@ from muown_train.models.speedrun import Speedrun
 from muown_train.models.track3 import Track3
 from muown_train.optim import Combined, Muon, Muown, param_groups
 from muown_train.runtime import hardware
+from tests.helpers.paths import ROOT
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+SCRIPTS = ROOT / "scripts"
 
 
 @pytest.fixture

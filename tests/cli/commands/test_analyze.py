@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from filelock import FileLock
@@ -14,9 +13,10 @@ from filelock import FileLock
 from muown_train.analysis.checkpoints import Results
 from muown_train.runs.saved_run import open_run, write_run
 from tests.analysis.test_probes import probed
+from tests.helpers.paths import ROOT
 from tests.helpers.runs import built, trained, wait_until
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS = ROOT / "scripts"
 PROBES = ("probes=[spectral,effective_rank,attention_logits]", "probe_every=4")
 
 

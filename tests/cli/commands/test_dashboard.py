@@ -4,13 +4,12 @@ import json
 import re
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 
-pytest.importorskip("wandb_workspaces")
+from tests.helpers.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
+pytest.importorskip("wandb_workspaces")
 
 
 def run(*arguments: str) -> None:

@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -18,13 +17,14 @@ from muown_train.data.text.eval_texts import encoded, text_of, token_bytes
 from muown_train.data.text.tokenizer import HubTokenizer, load_tokenizer
 from muown_train.data.token_file import read_tokens
 from muown_train.runs.saved_run import open_run
+from tests.helpers.paths import ROOT, SHARED
 from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import metrics, trained
 from tests.helpers.text_files import word_tokenizer_json
 from tests.models.test_gpt import as_llama
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-TOKENIZERS = Path(__file__).resolve().parents[2] / "shared" / "tokenizers"
+SCRIPTS = ROOT / "scripts"
+TOKENIZERS = SHARED / "tokenizers"
 
 
 @pytest.fixture(scope="module")

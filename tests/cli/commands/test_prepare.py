@@ -7,19 +7,18 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from muown_train.data.shards.dataset import prepare
+from muown_train.data.shards import prepare
 from tests.data.hub.test_hub import build
 from tests.helpers.hub_server import Fault, Hub
+from tests.helpers.paths import ROOT
 from tests.helpers.prepared import contents, documents_in, tokens_of
 from tests.helpers.text_files import word_tokenizer_json
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "prepare_data.py"
 INTERRUPTED = "interrupted; the same command goes on after the last complete shard"
 

@@ -17,9 +17,9 @@ from muown_train.experiments.report.tables import rate
 from muown_train.experiments.slurm_queue import keep_job
 from muown_train.runs.record import read_run
 from tests.helpers.experiments import fill, of_paper
+from tests.helpers.paths import ROOT
 from tests.helpers.runs import metrics, wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "reproduce.py"
 RUN_WORDS = ("series=adam,fixed", "points=1", "scale=tiny")
 

@@ -2,15 +2,15 @@
 
 import io
 import sys
-from pathlib import Path
 
 import pytest
 
 from muown_train.models.generate import generate
 from muown_train.runs.saved_run import open_run, write_run
+from tests.helpers.paths import ROOT
 from tests.helpers.runs import trained
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+SCRIPTS = ROOT / "scripts"
 
 
 @pytest.fixture(scope="module")

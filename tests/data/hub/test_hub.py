@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -13,10 +12,10 @@ import pytest
 
 from muown_train.data.permutation import permute
 from tests.helpers.hub_server import Fault, Hub
+from tests.helpers.paths import ROOT, SHARED
 from tests.helpers.text_files import word_tokenizer_json
 
-ROOT = Path(__file__).parents[2]
-CORPUS = ROOT.parent / "shared" / "corpus"
+CORPUS = SHARED / "corpus"
 CARD = """---
 configs:
 - config_name: sample-100BT

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muown_train.data.hub.files import streaming
+from muown_train.data.hub import streaming
 from muown_train.data.hub.retry import Retry
 from muown_train.data.hub.streaming import Cursor, Shuffle, Stream, StreamRows, read_windows
 from muown_train.data.loader import Loader

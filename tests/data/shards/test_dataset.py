@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 
 from muown_train.config.compose import CONFIG_DIR
 from muown_train.data.loader import Loader
-from muown_train.data.shards.dataset import prepare as preparation
+from muown_train.data.shards import prepare as preparation
 from muown_train.data.shards.dataset import shards
 from muown_train.data.token_file import TokenWriter, read_tokens
 from tests.helpers.text_files import word_tokenizer_json

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from filelock import FileLock
 
-from muown_train.data.shards.dataset import prepare
-from muown_train.data.shards.dataset import reader as document_source
+from muown_train.data.shards import prepare
+from muown_train.data.shards import reader as document_source
 from tests.helpers.prepared import END, LIMITS, contents, documents_in, run, tokens_of
 from tests.helpers.text_files import word_tokenizer_json
 

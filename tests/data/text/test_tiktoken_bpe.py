@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import pickle
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,8 +18,8 @@ from muown_train.data.text import tokenizer as module
 from muown_train.data.text.tiktoken_bpe import CHECK_TEXTS, QWEN2_WORDS, ByteBPE, json_of_gpt2_ranks, tokenizer_json
 from muown_train.data.text.tokenizer import HubTokenizer, load_tokenizer
 from muown_train.data.text.train_bpe import train_bpe
+from tests.helpers.paths import SHARED
 
-SHARED = Path(__file__).parents[3] / "shared"
 NEOX, QWEN2 = SHARED / "tokenizers/gpt_neox_20b_tokenizer.json", SHARED / "tokenizers/qwen2_tokenizer.json"
 GPT2 = SHARED / "tokenizers/gpt2.tiktoken"
 # As tiktoken ships it for GPT-2 (tiktoken_ext/openai_public.py, r50k).

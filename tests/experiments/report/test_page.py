@@ -2,7 +2,6 @@
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -10,8 +9,8 @@ from muown_train.experiments.grid import load_experiment
 from muown_train.experiments.report import style
 from muown_train.experiments.report.page import fill
 from tests.helpers.experiments import fill as fill_runs
+from tests.helpers.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results.md"
 BODY = "#### T\n\n| x |\n\n- note\n"
 PARTS = re.findall(r"<!-- report (\S+)", PAGE.read_text())

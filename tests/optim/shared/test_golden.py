@@ -1,15 +1,15 @@
 """Trajectories of independent implementations (golden/README.md)."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from muown_train.optim import SOAP, Lion, Muon, Muown, NorMuon
+from tests.helpers.paths import FIXTURES
 
-FOLDER = Path(__file__).parent / "golden"
+FOLDER = FIXTURES / "golden"
 FILES = ("muown_muon", "normuon_lion_soap")
 CASES = {name: case for file in FILES for name, case in json.loads((FOLDER / f"{file}.json").read_text()).items()}
 

@@ -23,11 +23,12 @@ from muown_train.runs.hf.folder import read_folder
 from muown_train.runs.hf.import_hf import import_folder
 from muown_train.runs.saved_run import open_run, write_run
 from muown_train.runtime.distributed import World
+from tests.helpers.paths import SHARED
 from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import trained
 
 transformers = pytest.importorskip("transformers")
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "tokenizers"
+SHARED = SHARED / "tokenizers"
 TEXTS = (
     "The kaban of lodor has 7 mifils.",
     "def f(x):\n    return {'a': [x, 1_000.5e-3]}\r\n\t\t# tabs   and   spaces \n\n\n",

@@ -13,6 +13,7 @@ import wandb
 
 from muown_train.runs.metrics import Metrics
 from muown_train.training.tracking.wandb_sink import WandbSink, run_id
+from tests.helpers.paths import ROOT
 from tests.helpers.wandb_server import port_that, read_records, rows_of, served
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -62,7 +63,7 @@ def train(tmp_path: Path, patience: float, **environment: str) -> dict[str, Any]
     folder = tmp_path / "run"
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-c", SCRIPT, str(folder), str(patience), f"api_key={KEY}"]
-    paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     started = time.monotonic()
     done = subprocess.run(command, env=os.environ | paths | environment, capture_output=True, text=True, timeout=120)
     seconds = time.monotonic() - started
