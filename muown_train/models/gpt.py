@@ -102,14 +102,14 @@ class GPT(LanguageModel):
         seq_len: longest input T.
         mlp_hidden: inner size of the MLP, `mlp_hidden_size(dim)` if None.
         rope_base, norm_eps: see the module.
-        checkpointed: so many blocks, the first ones, keep only their input for the backward pass, which computes them
-            again: less memory for more work, with the same results.
+        activation_checkpointing: number of blocks, from the first on, that keep only their input for the backward
+            pass, which computes their activations again: less memory for more work, with the same results.
         init_std: deviation of embeddings and matrices at first (those that write into the residual stream have it
             divided by sqrt(2 layers)); gains are one.
 
     Raises:
-        ValueError: a size below 1, a number that is not above 0, a width that the heads do not divide, or more blocks
-            checkpointed than there are.
+        ValueError: a size below 1, a number that is not above 0, a width that the heads do not divide, or an
+            activation_checkpointing that exceeds the number of blocks.
     """
 
     def __init__(
@@ -122,17 +122,20 @@ class GPT(LanguageModel):
         mlp_hidden: int | None = None,
         rope_base: float = 500_000.0,
         norm_eps: float = 1e-6,
-        checkpointed: int = 0,
+        activation_checkpointing: int = 0,
         init_std: float = 0.02,
     ) -> None:
         super().__init__()
         hidden = mlp_hidden_size(dim) if mlp_hidden is None else mlp_hidden
         check_sizes(vocab_size=vocab_size, layers=layers, dim=dim, heads=heads, seq_len=seq_len, mlp_hidden=hidden)
         check_heads(dim, heads)
-        if isinstance(checkpointed, bool) or not isinstance(checkpointed, int) or not 0 <= checkpointed <= layers:
-            raise ValueError(f"model.checkpointed={checkpointed!r} must be a whole number of blocks, 0 to {layers}")
+        count = activation_checkpointing
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= layers:
+            raise ValueError(
+                f"model.activation_checkpointing={count!r} must be a whole number of blocks, 0 to {layers}"
+            )
         check_positive(rope_base=rope_base, norm_eps=norm_eps, init_std=init_std)
-        self.checkpointed, self.init_std = checkpointed, init_std
+        self.activation_checkpointing, self.init_std = activation_checkpointing, init_std
         self.vocab_size, self.layers, self.dim, self.seq_len = vocab_size, layers, dim, seq_len
         self.embedding = nn.Embedding(vocab_size, dim)
         self.blocks = nn.ModuleList(Block(dim, heads, hidden, norm_eps, i) for i in range(layers))
@@ -160,9 +163,9 @@ class GPT(LanguageModel):
         here = self.positions(inputs, cache)
         x = self.embedding(inputs)  # (B, T, D)
         cos, sin = self.cos[here], self.sin[here]
-        checkpointed = self.checkpointed if torch.is_grad_enabled() else 0
+        recomputed_blocks = self.activation_checkpointing if torch.is_grad_enabled() else 0
         for i, block in enumerate(self.blocks):
-            if i < checkpointed:  # nothing is random: no generator's state to preserve
+            if i < recomputed_blocks:  # blocks draw no random numbers, so there is no generator state to preserve
                 x = checkpoint(block, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, cos, sin, cache)

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from muown_train.config.instantiate import is_number
+from muown_train.config.checks import is_number
 from muown_train.models.kv_cache import KeyValueCache
 
 
@@ -19,7 +19,7 @@ class LanguageModel(nn.Module):
     seq_len: int  # longest input
     layers: int  # blocks
     dim: int  # width of the residual stream, and of all heads of attention together
-    checkpointed: int = 0  # blocks that keep only their input for the backward pass
+    activation_checkpointing: int = 0  # number of blocks that recompute their activations in the backward pass
     softcap: float | None = None  # of the logits, see `cross_entropy.softcapped`
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:

@@ -22,8 +22,9 @@ from muown_train.analysis.cost.memory import (
     sizes_of,
 )
 from muown_train.analysis.cost.roofline import FRACTIONS, Update, update_time
-from muown_train.config.budget import rows_per_update
-from muown_train.config.compose import check_overrides, check_trust, composed
+from muown_train.config.budget import compute_batch_rows
+from muown_train.config.overrides import check_overrides, check_trust
+from muown_train.config.compose import compose_config
 from muown_train.config.schema import TopLevel, top_level
 from muown_train.models.language_model import LanguageModel
 from muown_train.optim import Combined, parameter_roles
@@ -79,10 +80,10 @@ def planned(overrides: list[str], device: str, ranks: int) -> Plan:
         raise ValueError(f"--ranks {ranks} must be 1 or more")
     card = gpu(device)
     check_overrides(overrides)
-    resolved: dict[str, Any] = OmegaConf.to_container(composed(overrides), resolve=True)  # type: ignore[assignment]
+    resolved: dict[str, Any] = OmegaConf.to_container(compose_config(overrides), resolve=True)  # type: ignore[assignment]
     top = top_level(resolved, "plan")
     check_trust(top.trust, overrides)
-    batch = rows_per_update(top.batch_tokens, top.seq_len, top.micro_batch, ranks)
+    batch = compute_batch_rows(top.batch_tokens, top.seq_len, top.micro_batch, ranks)
     with torch.device("meta"):  # sizes without numbers
         model = make_model(resolved, top)
     steps, _ = make_schedule(resolved, top, model)
@@ -124,7 +125,10 @@ def of_memory(plan: Plan) -> Iterator[str]:
     )
     found = largest_micro_batch(plan.sizes, plan.how, plan.rows, plan.room, plan.of_ranks)
     if found is None:
-        yield "not even micro_batch=1 fits: more ranks, more blocks in model.checkpointed or a smaller model need less"
+        yield (
+            "not even micro_batch=1 fits: more ranks, more blocks in model.activation_checkpointing or a smaller model "
+            "need less"
+        )
     else:
         size, taken = found
         yield f"largest micro_batch that fits: {size}, with {gib(taken.peak)} at most"
@@ -134,7 +138,8 @@ def lines_of(needed: Memory, plan: Plan) -> Iterator[str]:
     """Each part of the memory, GiB, and what it is."""
     sizes = plan.sizes
     spread = "replicated" if plan.owners == 1 else f"the largest share of {plan.owners} ranks"
-    again = f", {sizes.checkpointed} of {sizes.layers} blocks checkpointed" * bool(sizes.checkpointed)
+    recomputed = sizes.activation_checkpointing
+    again = f", {recomputed} of {sizes.layers} blocks checkpointed" * bool(recomputed)
     traced = ", counted as if not compiled: it may be less" * (sizes.traced is not None and plan.how.compiled)
     rows = (
         ("weights", needed.weights, "float32"),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muown_train.config.instantiate import all_settings
+from muown_train.config.instantiate import list_settings
 from muown_train.models.language_model import LanguageModel
 from muown_train.optim import parameter_roles
 from muown_train.runs.checkpoint import ModelState
@@ -23,7 +23,7 @@ from muown_train.runs.hf.folder import is_folder, read_folder
 from muown_train.runs.weights import open_checkpoint
 
 # settings of a model that its function, on rows that both can take, does not depend on
-_MAY_DIFFER = ("vocab_size", "seq_len", "checkpointed", "init_std")
+_MAY_DIFFER = ("vocab_size", "seq_len", "activation_checkpointing", "init_std")
 
 
 @dataclass
@@ -50,8 +50,8 @@ class Start:
             kinds = [str(target).rpartition(".")[2] for target in (self.model.get("_target_"), settings["_target_"])]
             raise ValueError(f"init_from={self.path} is a {kinds[0]}, this model is a {kinds[1]}")
         # of the source only what it shares with this run is trusted
-        theirs = all_settings(self.model, "model", trust=[settings["_target_"]])
-        ours = all_settings(settings, "model", trust=trust)
+        theirs = list_settings(self.model, "model", trust=[settings["_target_"]])
+        ours = list_settings(settings, "model", trust=trust)
         for key in (key for key in ours if key in theirs and key not in _MAY_DIFFER):
             # what is null follows from other settings, and shapes tell of a difference
             if None not in (theirs[key], ours[key]) and theirs[key] != ours[key]:

@@ -78,7 +78,7 @@ def qwen2():
     "make",
     [
         lambda: GPT(**SIZES, heads=2),
-        lambda: GPT(**SIZES, heads=2, checkpointed=2),
+        lambda: GPT(**SIZES, heads=2, activation_checkpointing=2),
         lambda: Speedrun(**SIZES, head_dim=16),
         lambda: Track3(**SIZES, heads=2),
         qwen2,

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from muown_train.cli.main import main
-from muown_train.config.compose import CONFIG_DIR, check_name, run_name
+from muown_train.config.compose import CONFIG_DIR
+from muown_train.config.run_name import check_run_name, default_run_name
 from tests.helpers.runs import SMALL, built, configured, metrics
 
 COMMAND = [sys.executable, "-m", "muown_train"]
@@ -102,7 +103,7 @@ def test_a_run_leaves_everything_in_one_folder_and_says_so(corpus, tmp_path, mon
         (["precision=float8"], ["precision='float8'", "bfloat16"]),
         (["compile=2"], ["compile=2"]),
         (["reduce_dtype=float16"], ["reduce_dtype='float16'", "bfloat16, float32 or null"]),
-        (["model.checkpointed=3"], ["model.checkpointed=3", "0 to 2"]),
+        (["model.activation_checkpointing=3"], ["model.activation_checkpointing=3", "0 to 2"]),
         (["name=../../x"], ["name='../../x'"]),
         (["model.heads=5"], ["model.heads=5"]),
         (["model.vocab_size=100"], ["4096", "model.vocab_size", "100"]),
@@ -264,13 +265,15 @@ def test_nor_does_a_process_with_a_thread_that_does_not_end(monkeypatch):
 
 
 def choices(*overrides: str) -> str:
-    return run_name({"model": "tiny", "optim": "muown"}, list(overrides), 0)
+    return default_run_name({"model": "tiny", "optim": "muown"}, list(overrides), 0)
 
 
 def test_names_of_runs():
     assert choices() == "tiny-muown-seed=0"
     assert choices("model=tiny", "seed=0", "out=elsewhere", "tracking=wandb", "tracking.mode=offline") == choices()
-    assert choices("model.checkpointed=2", "+model.checkpointed=2") == choices()  # changes no number
+    assert (
+        choices("model.activation_checkpointing=2", "+model.activation_checkpointing=2") == choices()
+    )  # changes no number
     assert choices("reduce_dtype=bfloat16") == "tiny-muown-reduce_dtype=bfloat16-seed=0"
     assert choices("optim.lr=1e-2") == choices("optim.lr=0.01") == "tiny-muown-optim.lr=0.01-seed=0"
     assert choices("schedule=cosine", "data=files") == "tiny-muown-data=files-schedule=cosine-seed=0"
@@ -278,13 +281,13 @@ def test_names_of_runs():
     long = choices(*(f"optim.x{i}=1" for i in range(50)))
     assert len(long) < 150 and long != choices(*(f"optim.x{i}=1" for i in range(51)))
     for name in (choices("data.train='/a/*.txt'"), long):
-        assert check_name(name) == name
+        assert check_run_name(name) == name
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", ".", "..", ".hidden", "", "a b", "-x"])
 def test_names_that_would_leave_the_folder_of_runs(name):
     with pytest.raises(ValueError, match="plain folder name"):
-        check_name(name)
+        check_run_name(name)
 
 
 def options(group: str) -> list[str]:

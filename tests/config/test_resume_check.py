@@ -15,7 +15,12 @@ def refused(old, new) -> None:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [({}, {"init_std": 0.02}), ({"init_std": 0.02}, {}), ({}, {"mlp_hidden": None}), ({"checkpointed": 1}, {})],
+    [
+        ({}, {"init_std": 0.02}),
+        ({"init_std": 0.02}, {}),
+        ({}, {"mlp_hidden": None}),
+        ({"activation_checkpointing": 1}, {}),
+    ],
     ids=str,
 )
 def test_settings_of_another_version_are_those_that_it_had(old, new):

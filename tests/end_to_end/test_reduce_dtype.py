@@ -11,7 +11,7 @@ from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import built, losses, trained
 
 # the lr is constant since the budget, and so the schedule, changes; half of the blocks work under DDP checkpointed
-SETTINGS = ("schedule=constant", "schedule.warmup=0", "eval_every=100", "model.checkpointed=1")
+SETTINGS = ("schedule=constant", "schedule.warmup=0", "eval_every=100", "model.activation_checkpointing=1")
 
 
 def gradients(world: World, in_bfloat16: bool) -> list[Tensor]:

@@ -10,9 +10,9 @@ from muown_train.runtime.benchmark import peak_memory
 from tests.helpers.runs import built, losses, trained
 
 
-def model(checkpointed: int) -> GPT:
+def model(activation_checkpointing: int) -> GPT:
     torch.manual_seed(0)
-    return GPT(vocab_size=97, layers=3, dim=48, heads=4, seq_len=64, checkpointed=checkpointed)
+    return GPT(vocab_size=97, layers=3, dim=48, heads=4, seq_len=64, activation_checkpointing=activation_checkpointing)
 
 
 def loss_and_gradients(model: nn.Module, autocast: bool = False) -> list[Tensor]:
@@ -65,7 +65,8 @@ def test_the_models_own_work_is_counted_once():
 
 @pytest.mark.parametrize("value", [-1, 4, 1.5, True, "all", None])
 def test_a_number_of_blocks_that_cannot_be(value):
-    with pytest.raises(ValueError, match=rf"model.checkpointed={value!r} must be a whole number of blocks, 0 to 3"):
+    message = rf"model.activation_checkpointing={value!r} must be a whole number of blocks, 0 to 3"
+    with pytest.raises(ValueError, match=message):
         model(value)
 
 
@@ -87,12 +88,12 @@ def test_compiled_the_numbers_are_the_same_and_the_memory_is_less(autocast):
 def test_a_run_goes_on_with_another_number_of_blocks_as_if_nothing_had_changed(corpus, tmp_path):
     constant = ("schedule=constant", "schedule.warmup=0", "eval_every=100")
     trained(corpus, tmp_path / "whole", *constant)
-    trained(corpus, tmp_path / "changed", *constant, "tokens=1024", "model.checkpointed=2")
-    run = trained(corpus, tmp_path / "changed", *constant, "model.checkpointed=1")
-    assert run.model.checkpointed == 1
+    trained(corpus, tmp_path / "changed", *constant, "tokens=1024", "model.activation_checkpointing=2")
+    run = trained(corpus, tmp_path / "changed", *constant, "model.activation_checkpointing=1")
+    assert run.model.activation_checkpointing == 1
     assert losses(tmp_path / "changed" / "run") == losses(tmp_path / "whole" / "run")
 
 
 def test_a_run_refuses_more_blocks_than_it_has(corpus, tmp_path):
-    with pytest.raises(ValueError, match=r"model.checkpointed=3 must be a whole number of blocks, 0 to 2"):
-        built(corpus, tmp_path, "model.checkpointed=3")
+    with pytest.raises(ValueError, match=r"model.activation_checkpointing=3 must be a whole number of blocks, 0 to 2"):
+        built(corpus, tmp_path, "model.activation_checkpointing=3")

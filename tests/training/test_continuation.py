@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from muown_train.config.compose import run_name
+from muown_train.config.run_name import default_run_name
 from muown_train.runs.saved_run import open_run, write_run
 from muown_train.runtime.distributed import World
 from muown_train.training.build import Run, build
@@ -128,11 +128,16 @@ def test_a_decay_may_be_decayed(corpus, tmp_path, stable):
 
 
 def test_settings_that_do_not_define_a_run_are_the_command_lines(corpus, tmp_path, stable):
-    words = ["tokens=512", "model.checkpointed=1", "micro_batch=4", "grad_clip=0.5", "keep_best=true"]
+    words = ["tokens=512", "model.activation_checkpointing=1", "micro_batch=4", "grad_clip=0.5", "keep_best=true"]
     run = continuing(corpus, tmp_path, stable, *words)
     run.close()
     top, config = run.config, run.resolved
-    assert (top.micro_batch, top.grad_clip, top.keep_best, config["model"]["checkpointed"]) == (4, 0.5, True, 1)
+    assert (top.micro_batch, top.grad_clip, top.keep_best, config["model"]["activation_checkpointing"]) == (
+        4,
+        0.5,
+        True,
+        1,
+    )
     assert (top.precision, top.eval_every, top.seq_len, config["model"]["dim"]) == ("float32", 5, 32, 32)
 
 
@@ -192,7 +197,7 @@ def test_on_other_data_than_the_checkpoint(corpus, tmp_path):
 
 def test_its_name_tells_the_source_and_the_budget():
     def name(checkpoint: str, *more: str) -> str:
-        return run_name({"model": "tiny", "optim": "muown"}, [FROM, f"checkpoint={checkpoint}", "tokens=2e5", *more], 0)
+        return default_run_name({"model": "tiny", "optim": "muown"}, [FROM, f"checkpoint={checkpoint}", "tokens=2e5", *more], 0)
 
     assert name("runs/stable") == name("/other/stable/") == "stable-schedule=decay_from-tokens=200000"
     assert name("runs/stable/checkpoints/step-00000100") == "stable-step=100-schedule=decay_from-tokens=200000"

@@ -104,7 +104,7 @@ def test_the_roofline():
     four_in_a_node = hardware.gpu("GH200-96GB")
     near, far = (update_time(sizes, how, four_in_a_node, optimizer, ranks, 1, ranks).gradients for ranks in (4, 8))
     assert far > 2 * near > 0  # another node is reached by the network
-    again = update_time(replace(sizes, checkpointed=12), how, card, optimizer, 1, 16, 1)
+    again = update_time(replace(sizes, activation_checkpointing=12), how, card, optimizer, 1, 16, 1)
     assert one.products < again.products < one.products * 4 / 3
 
 

@@ -64,7 +64,7 @@ class Sizes:
     dim: int  # of the residual stream, and of all heads of attention together
     hidden: int  # of the MLP
     vocab_size: int
-    checkpointed: int = 0  # of the layers, which keep only their input for the backward pass
+    activation_checkpointing: int = 0  # of the layers, which keep only their input for the backward pass
     heads: int = 0  # of GPT
     softcapped: bool = False  # of logits
     traced: Kept | None = None  # by a pass of a model that is no GPT, whose blocks are known
@@ -85,7 +85,7 @@ def sizes_of(model: LanguageModel, how: Pass) -> Sizes:
         model.dim,
         max(p.shape[1] for p in of["matrix"]),  # what the MLP's last matrix takes in
         model.vocab_size,
-        model.checkpointed,
+        model.activation_checkpointing,
         model.blocks[0].attention.heads if gpt else 0,  # type: ignore[index, union-attr]
         model.softcap is not None,
         None if gpt else kept_by(model, how.seq_len, how.autocast),
@@ -148,7 +148,13 @@ def activations(sizes: Sizes, how: Pass) -> int:
     block = kept_by_block(sizes, how)
     last = 2 * residual if how.device == "cpu" and not how.compiled else residual  # the norm before the head
     ids = 8 * how.tokens
-    return sizes.checkpointed * residual + (sizes.layers - sizes.checkpointed) * block + last + ids + copies(sizes, how)
+    return (
+        sizes.activation_checkpointing * residual
+        + (sizes.layers - sizes.activation_checkpointing) * block
+        + last
+        + ids
+        + copies(sizes, how)
+    )
 
 
 def head(sizes: Sizes, how: Pass) -> int:
@@ -215,7 +221,7 @@ def micro_batch(sizes: Sizes, how: Pass, gradients: bool = True) -> int:
     blocks = FLOAT * sizes.matrices
     first = FLOAT * sizes.parameters if gradients else 0
     most = max(first + activations(sizes, how) + head(sizes, how), (first or blocks) + backward_ends(sizes, how))
-    for block in range(sizes.checkpointed):
+    for block in range(sizes.activation_checkpointing):
         made = first or blocks * (sizes.layers - 1 - block) // sizes.layers
         most = max(most, made + computed_again(sizes, how, block))
     return most

@@ -77,7 +77,7 @@ def update_time(
     rate = gpu.flops if how.autocast else gpu.float32
     memory = gpu.bandwidth * FRACTIONS["memory"]
     tokens = how.tokens * accumulation
-    again = 1 + sizes.checkpointed / sizes.layers / 3  # a forward pass is a third
+    again = 1 + sizes.activation_checkpointing / sizes.layers / 3  # a forward pass is a third
     products = 6 * (sizes.matrices * again + sizes.head) * tokens
     # half of the pairs, as the mask wants; 2 products forward and 5 backward, 2 FLOP each
     attention = 7 * how.seq_len * sizes.dim * sizes.layers * again * tokens

@@ -73,7 +73,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "mlp_hidden": None if hidden == mlp_hidden_size(dim) else hidden,  # as GPT has it by itself
         "rope_base": rope_base(config),
         "norm_eps": positive(config, "rms_norm_eps", 1e-6),
-        "checkpointed": 0,
+        "activation_checkpointing": 0,
     }
 
 

@@ -87,7 +87,7 @@ def test_checkpointed_blocks(changed, autocast):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
     go()
     gc.collect()  # cycles of other tests, which would be counted as freed here
-    sizes = replace(sizes_of(model, how), checkpointed=changed["n"])
+    sizes = replace(sizes_of(model, how), activation_checkpointing=changed["n"])
     measured = peak_memory(go, "cpu")
     assert micro_batch(sizes, how) - 4 * sizes.parameters == pytest.approx(measured, rel=0.05)
 
@@ -187,5 +187,5 @@ def test_memory_of_a_rank_and_the_largest_micro_batch():
     assert largest_micro_batch(sizes, how, 512, alone.peak, rest) == (32, alone)
     assert largest_micro_batch(sizes, how, 512, alone.peak - 1, rest)[0] == 16
     assert largest_micro_batch(sizes, how, 512, 2**30, rest) is None
-    again = replace(sizes, checkpointed=12)
+    again = replace(sizes, activation_checkpointing=12)
     assert largest_micro_batch(again, how, 512, alone.peak, rest)[0] > 32
