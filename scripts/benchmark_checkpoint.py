@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from muown_train.cli.main import Parser
 from muown_train.cli.process import script
-from muown_train.config.compose import composed
-from muown_train.config.instantiate import factory
+from muown_train.config.compose import compose_config
+from muown_train.config.instantiate import bind_target
 from muown_train.runs.checkpoint import Checkpoints, ModelState, OptimizerState, Stateful
 from muown_train.runtime.benchmark import seconds
 from muown_train.runtime.distributed import World
@@ -31,9 +31,9 @@ from muown_train.training.build import make_optimizer
 
 def made(overrides: list[str], device: torch.device) -> tuple[nn.Module, Optimizer]:
     """Model and optimizer of a configuration, with state and gradients."""
-    config = composed(overrides)
+    config = compose_config(overrides)
     resolved: Any = {key: OmegaConf.to_container(config[key], resolve=True) for key in ("model", "optim")}
-    model: nn.Module = factory(resolved["model"], "model")().to(device)
+    model: nn.Module = bind_target(resolved["model"], "model")().to(device)
     optimizer = make_optimizer(resolved, model)
     for p in model.parameters():
         p.grad = torch.randn_like(p)

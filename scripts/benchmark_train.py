@@ -35,7 +35,8 @@ from torch import Tensor
 
 from muown_train.cli.main import Parser, explained
 from muown_train.cli.process import script
-from muown_train.config.compose import check_overrides, composed
+from muown_train.config.overrides import check_overrides
+from muown_train.config.compose import compose_config
 from muown_train.data.loader import Loader
 from muown_train.data.random_tokens import RandomRows
 from muown_train.models.gpt import GPT
@@ -75,7 +76,7 @@ def ours(settings: list[str], out: str, here: World) -> tuple[Contender, Run]:
         for word in settings:
             if word.lstrip("+").split("=")[0].split(".")[0] in FIXED:
                 raise ValueError(f"{word} has no effect here: all configurations train on random tokens, in no folder")
-        run = build(composed([*settings, "data=random", f"out={out}", "name=run"]), "run", here)
+        run = build(compose_config([*settings, "data=random", f"out={out}", "name=run"]), "run", here)
     trainer, tokens = run.trainer, run.config.batch_tokens
     flops = run.model.flops_per_token() * tokens / here.size
     autocast = trainer.settings.autocast

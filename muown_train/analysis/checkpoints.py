@@ -14,7 +14,7 @@ from muown_train.runs import checkpoint_files as files
 from muown_train.runs.checkpoint import unflatten
 from muown_train.runs.metrics import encoded, read_metrics
 from muown_train.runs.saved_run import SavedRun, open_run
-from muown_train.runs.weights import OpenCheckpoint, open_checkpoint, read_rest
+from muown_train.runs.checkpoint_reader import OpenCheckpoint, list_steps
 from muown_train.runtime import hardware
 from muown_train.runtime.atomic_files import replace
 from muown_train.runtime.distributed import World
@@ -27,14 +27,14 @@ def subject_of(saved: SavedRun, world: World) -> Subject:
 
     Data are rebuilt when they are first asked for, and so are the errors if that is impossible.
     """
-    model, top = saved.model(world.device), saved.top
+    model, top = saved.model(world.device), saved.config
 
     @cache
     def rows() -> RowSource:
         return own_validation(saved, model.vocab_size).train
 
     def place() -> dict[str, Any]:
-        state: dict[str, Any] = {"rows": 0, **unflatten(read_rest(saved.checkpoint)).get("data", {})}
+        state: dict[str, Any] = {"rows": 0, **unflatten(saved.opened.rest).get("data", {})}
         return state
 
     return Subject(
@@ -78,8 +78,7 @@ def chosen(run: Path, steps: Sequence[int] | None, every: bool) -> list[SavedRun
         ValueError: one is not there or damaged.
     """
     if steps is None and every:
-        open_checkpoint(run)  # says what is wrong with a folder without any
-        steps = [files.step_of(path) for path in files.newest_first(run / "checkpoints")]
+        steps = list_steps(run)
     return [open_run(run)] if not steps else [open_run(run, step) for step in sorted(set(steps))]
 
 

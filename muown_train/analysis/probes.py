@@ -13,7 +13,7 @@ from muown_train.analysis.context import Gradients, Magnitudes, Subject
 from muown_train.analysis.effective_rank import normalised_effective_rank
 from muown_train.analysis.matrices import Matrix
 from muown_train.analysis.spectral import factors, singular_values, spectral_by_power_iteration
-from muown_train.config.instantiate import whole
+from muown_train.config.checks import check_int
 from muown_train.optim.core.weight_norm import split_gradient
 
 Numbers = dict[str, float]
@@ -48,8 +48,8 @@ class Spectral:
 
     def __init__(self, subject: Subject, iterations: int | None = None, quantiles: int = 0) -> None:
         self.subject = subject
-        self.iterations = None if iterations is None else whole("spectral: iterations", iterations, 1)
-        self.quantiles = whole("spectral: quantiles", quantiles, 0)
+        self.iterations = None if iterations is None else check_int("spectral: iterations", iterations, 1)
+        self.quantiles = check_int("spectral: quantiles", quantiles, 0)
         if self.quantiles == 1 or (self.quantiles and self.iterations):
             raise ValueError(f"spectral: quantiles={quantiles} must be 0, or 2 or more without iterations")
 
@@ -97,8 +97,8 @@ class EffectiveRank:
     """
 
     def __init__(self, subject: Subject, gradients: int = 8, tokens: int | None = None) -> None:
-        self.subject, self.gradients = subject, whole("effective_rank: gradients", gradients, 1)
-        self.tokens = subject.batch_tokens if tokens is None else whole("effective_rank: tokens", tokens, 1)
+        self.subject, self.gradients = subject, check_int("effective_rank: gradients", gradients, 1)
+        self.tokens = subject.batch_tokens if tokens is None else check_int("effective_rank: tokens", tokens, 1)
         if self.tokens % subject.seq_len:
             raise ValueError(f"effective_rank: tokens={tokens} must be a multiple of seq_len={subject.seq_len}")
         subject.check_rows(f"effective_rank: tokens={tokens}", self.tokens // subject.seq_len)
@@ -138,7 +138,7 @@ class AttentionLogits:
     """
 
     def __init__(self, subject: Subject, rows: int = 8) -> None:
-        self.subject, self.rows = subject, whole("attention_logits: rows", rows, 1)
+        self.subject, self.rows = subject, check_int("attention_logits: rows", rows, 1)
         subject.check_rows("attention_logits", self.rows)
         largest_logits(subject, torch.zeros(1, 2, dtype=torch.int64, device=subject.world.device))  # or an error now
 

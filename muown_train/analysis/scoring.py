@@ -7,7 +7,7 @@ row sees what lies before it. Blocks of rows are what losses are summed over and
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from muown_train.analysis.validation import block_losses, valid_rows
-from muown_train.config.compose import DATA_IDENTITY
-from muown_train.data.sources import TrainingData
+from muown_train.config.resume_check import DATA_IDENTITY
+from muown_train.data.cache import cache_folder
+from muown_train.data.sources import RunInfo, TrainingData, build_data
 from muown_train.data.text.eval_texts import ALL, Text, encoded, token_bytes
 from muown_train.data.text.tokenizer import Tokenizer
 from muown_train.models.language_model import LanguageModel
 from muown_train.models.loss import IGNORE
 from muown_train.runs.saved_run import SavedRun
 from muown_train.runtime.redaction import redacted_tree
-from muown_train.training.build import make_data
 
 LEAST_BLOCKS = 30  # blocks have fewer rows where there would be fewer of them
 FEWEST = 30  # blocks that an interval is made of, for which 1.96 is near enough to Student's quantile
@@ -122,18 +122,21 @@ def own_validation(
     Raises:
         ValueError: they are no longer what the run was trained on, or it does not say what they were.
     """
-    if not saved.data or not saved.config.get("data"):
+    if not saved.data or not saved.config.data:
         raise ValueError(
             f"{saved.folder} does not say what it was trained on (imported weights do not): give a text, such as "
             "data=stdlib"
         )
     # a stored folder of prepared data may be a stranger's choice
-    top = replace(saved.top, valid_tokens=valid_tokens or saved.top.valid_tokens, cache=cache)
-    data = make_data(saved.config["data"], top, vocab_size)
+    config = saved.config
+    valid_tokens = valid_tokens or config.valid_tokens
+    data = build_data(
+        config.data, RunInfo(config.seq_len, config.seed, valid_tokens, cache_folder(cache), vocab_size)
+    )
     for key in DATA_IDENTITY:
         old, new = saved.data.get(key), redacted_tree(data.facts.get(key))
         # more held-out tokens may be of more documents
-        if old != new and not (key == "held_out_content" and top.valid_tokens != saved.top.valid_tokens):
+        if old != new and not (key == "held_out_content" and valid_tokens != config.valid_tokens):
             raise ValueError(
                 f"the data of {saved.folder} have changed since it was trained ({key} was {old}, is {new}): "
                 "give a text to evaluate on, such as data=files data.valid=GLOB"
@@ -195,7 +198,7 @@ def prepared(
     Raises:
         ValueError: see `own_validation` and `encoded`; or rows longer than the model reads.
     """
-    seq_len, micro_batch = seq_len or saved.top.seq_len, micro_batch or saved.top.micro_batch
+    seq_len, micro_batch = seq_len or saved.config.seq_len, micro_batch or saved.config.micro_batch
     if seq_len > model.seq_len:
         raise ValueError(f"seq_len={seq_len} is longer than what the model of {saved.folder} reads, {model.seq_len}")
     if text is None:

@@ -1,38 +1,40 @@
-"""From what the user sets (tokens) to what the loop counts (rows, updates)."""
+"""Steps and rows of a run: from the tokens that a user sets to what the trainer counts."""
 
 
-def rows_per_update(batch_tokens: int, seq_len: int, micro_batch: int, ranks: int) -> int:
-    """Rows of one update over all ranks.
+def compute_batch_rows(batch_tokens: int, seq_len: int, micro_batch: int, ranks: int) -> int:
+    """Return the rows of one step over all ranks.
 
     Args:
-        batch_tokens: tokens per update; seq_len: tokens per row; micro_batch: rows per rank and forward.
+        batch_tokens: tokens per step.
+        seq_len: tokens per row.
+        micro_batch: rows per rank and forward pass.
 
     Raises:
-        ValueError: they do not divide, with the nearest batches that can be made.
+        ValueError: the batch cannot be divided so; the message names the nearest batches that can.
     """
     unit = seq_len * micro_batch * ranks
     if batch_tokens % unit:
         below = batch_tokens // unit * unit
-        fits = [str(size) for size in (below, below + unit) if size]
+        possible = [str(size) for size in (below, below + unit) if size]
         raise ValueError(
             f"batch_tokens={batch_tokens} cannot be made of micro_batch={micro_batch} rows of seq_len={seq_len} tokens "
-            f"on {ranks} rank{'s' * (ranks > 1)}: it must be a multiple of {unit}, such as {' or '.join(fits)}"
+            f"on {ranks} rank{'s' * (ranks > 1)}: it must be a multiple of {unit}, such as {' or '.join(possible)}"
         )
     return batch_tokens // seq_len
 
 
-def updates(tokens: float | None, tokens_per_parameter: float | None, parameters: int, batch_tokens: int) -> int:
-    """Number of updates that the budget pays for, rounded to the nearest.
+def compute_steps(tokens: float | None, tokens_per_parameter: float | None, parameters: int, batch_tokens: int) -> int:
+    """Return the number of steps that the budget pays for, rounded to the nearest.
 
     Raises:
-        ValueError: no budget or two, or less than half an update.
+        ValueError: neither or both budgets are given, or the budget is less than half a step.
     """
     if (tokens is None) == (tokens_per_parameter is None):
         raise ValueError(
             f"tokens={tokens} and tokens_per_parameter={tokens_per_parameter}: set one of them and the other to null"
         )
     budget = tokens if tokens is not None else (tokens_per_parameter or 0) * parameters
-    count = round(budget / batch_tokens)
-    if count < 1:
-        raise ValueError(f"a budget of {budget:.0f} tokens is no update of batch_tokens={batch_tokens}")
-    return count
+    steps = round(budget / batch_tokens)
+    if steps < 1:
+        raise ValueError(f"a budget of {budget:.0f} tokens is less than one step of batch_tokens={batch_tokens}")
+    return steps

@@ -1,16 +1,17 @@
-"""A section of the configuration -> a callable with its settings checked against the signature that they are for.
+"""Make objects of configuration sections: `_target_` names a class or function, the other settings are its arguments.
 
-A configuration may come from a stranger, with a run's folder or an experiment file. So `_target_` names only what
-ALLOWED lists, or what the person who runs the program trusts, and that is looked up before anything is imported.
+A configuration may come from a stranger, with a run's folder or an experiment file. So `_target_` may only name what
+ALLOWED lists or what the person who runs the program trusts, and this is checked before anything is imported.
 """
 
 import importlib
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from muown_train.config.checks import is_number
+from muown_train.config.renamed_names import update_target
 from muown_train.runtime.suggest import nearest
 
 _TORCH = "Adadelta Adafactor Adagrad Adam Adamax AdamW ASGD Muon NAdam RAdam RMSprop Rprop SGD"
@@ -42,38 +43,46 @@ ALLOWED = frozenset(
 )
 
 
-def factory(
+def bind_target(
     settings: Mapping[str, Any], section: str, given: Iterable[str] = (), trust: Sequence[str] = ()
 ) -> partial[Any]:
-    """The `_target_` among settings with the others as its arguments.
+    """Return the `_target_` of a section with the other settings bound as its arguments.
 
     A mapping inside that has a `_target_` of its own is called for its value, or with `_partial_: true` becomes a
-    callable. Of settings with interpolations, such as `${seed}`, give the resolved values.
+    callable. Interpolations such as `${seed}` must have been resolved.
 
     Args:
-        section: what messages call the settings, such as `optim.rest`.
-        given: arguments that come from the program and cannot be set.
+        section: the name of the section in messages, such as `optim.rest`.
+        given: arguments that the program provides and that no setting may give.
         trust: targets that are allowed besides ALLOWED. Never take them from a stored configuration.
 
     Raises:
-        ValueError: a target that is not allowed or does not exist; and see `check_settings`.
+        ValueError: the target is not allowed or does not exist, or a setting is wrong (see `check_settings`).
     """
-    check_targets(settings, section, trust)  # all of them before the first is imported
-    made = _callable(settings, section)
-    check_settings(made.keywords, made, section, given)
-    return made
+    check_targets(settings, section, trust)  # all of them, before the first is imported
+    target = _bind(settings, section)
+    check_settings(target.keywords, target, section, given)
+    return target
 
 
-def all_settings(settings: Mapping[str, Any], section: str, trust: Sequence[str] = ()) -> dict[str, Any]:
-    """The settings that a section leaves to the signature of its target as well, by name.
+def list_settings(settings: Mapping[str, Any], section: str, trust: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the settings of a section with those that it leaves to its target's defaults.
 
     Raises:
-        ValueError: see `factory`.
+        ValueError: see `bind_target`.
     """
-    made = factory(settings, section, trust=trust)
-    bound = inspect.signature(made.func).bind_partial(**made.keywords)
+    target = bind_target(settings, section, trust=trust)
+    bound = inspect.signature(target.func).bind_partial(**target.keywords)
     bound.apply_defaults()
     return dict(bound.arguments)
+
+
+def list_defaults(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """Return the default of every argument of a section's target that has one; {} where there is no target."""
+    if "_target_" not in settings:
+        return {}
+    parameters = inspect.signature(_import_target(settings["_target_"], section)).parameters
+    return {key: parameter.default for key, parameter in parameters.items() if parameter.default is not parameter.empty}
 
 
 def check_targets(settings: Any, section: str, trust: Sequence[str] = ()) -> None:
@@ -82,71 +91,26 @@ def check_targets(settings: Any, section: str, trust: Sequence[str] = ()) -> Non
     Raises:
         ValueError: naming the target and where it stands.
     """
-    inner: Iterable[tuple[Any, Any]] = ()
+    entries: Iterable[tuple[Any, Any]] = ()
     if isinstance(settings, Mapping):
-        inner = settings.items()
-        target = settings.get("_target_")
+        entries = settings.items()
+        target = update_target(settings.get("_target_"))
         if "_target_" in settings and not (isinstance(target, str) and (target in ALLOWED or target in trust)):
             raise ValueError(
                 f"{section}._target_={target!r} is not among what a configuration may name"
                 f"{nearest(str(target), ALLOWED)}: if it is code you trust, give trust=[{target}] on the command line"
             )
     elif isinstance(settings, list | tuple):
-        inner = enumerate(settings)
-    for key, value in inner:
+        entries = enumerate(settings)
+    for key, value in entries:
         check_targets(value, f"{section}.{key}", trust)
 
 
-def _callable(settings: Any, section: str) -> partial[Any]:
-    if not isinstance(settings, Mapping) or "_target_" not in settings:
-        raise ValueError(f"{section} has no _target_: it must name the class or function that it is for")
-    # a key of another type than str, as YAML allows, is no setting of anything: `check_settings` says so
-    arguments = {str(k): _value(v, f"{section}.{k}") for k, v in settings.items() if k not in ("_target_", "_partial_")}
-    return partial(_imported(settings["_target_"], section), **arguments)
-
-
-def _value(value: Any, section: str) -> Any:
-    """A setting as its target shall get it."""
-    if isinstance(value, list | tuple):
-        return [_value(item, f"{section}.{i}") for i, item in enumerate(value)]
-    if not isinstance(value, Mapping):
-        return value
-    if "_target_" not in value:
-        return {key: _value(item, f"{section}.{key}") for key, item in value.items()}
-    made = _callable(value, section)
-    check_settings(made.keywords, made, section)
-    if value.get("_partial_", False) is True:
-        return made
-    try:
-        return made()
-    except TypeError as error:
-        raise ValueError(f"{section} cannot be made: {error}") from error
-
-
-def _imported(target: str, section: str) -> Callable[..., Any]:
-    module, _, name = target.rpartition(".")
-    try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{section}._target_={target} cannot be imported: {error}") from None
-    if not callable(found):
-        raise ValueError(f"{section}._target_={target} is no class or function")
-    return found
-
-
-def defaults(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """What the target of a section takes for arguments that are not given."""
-    if "_target_" not in settings:
-        return {}
-    parameters = inspect.signature(_imported(settings["_target_"], section)).parameters
-    return {key: parameter.default for key, parameter in parameters.items() if parameter.default is not parameter.empty}
-
-
 def check_settings(settings: Any, target: partial[Any], section: str, given: Iterable[str] = ()) -> None:
-    """Check names, and kinds of values as far as the defaults in the target's signature tell them.
+    """Check the names of settings, and the kinds of their values as far as defaults in the signature tell them.
 
     Raises:
-        ValueError: a setting that is no argument of the target, with the nearest one that is, or one of another kind.
+        ValueError: a setting is no argument of the target (with the nearest one that is), or is of another kind.
     """
     if not isinstance(settings, Mapping):
         raise ValueError(f"{section}={settings!r} must be a mapping of settings, such as {{lr: 0.001}}")
@@ -154,13 +118,54 @@ def check_settings(settings: Any, target: partial[Any], section: str, given: Ite
     for key, value in settings.items():
         if key not in parameters:
             raise ValueError(f"{section}.{key} is no setting of {target.func.__name__}{nearest(key, parameters)}")
-        kind = _kind(parameters[key].default)
-        if kind and _kind(value) != kind:
+        kind = _describe_kind(parameters[key].default)
+        if kind and _describe_kind(value) != kind:
             raise ValueError(f"{section}.{key}={value!r} must be {kind}")
 
 
-def _kind(value: Any) -> str | None:
-    """The kind of a value in words; None for one that tells nothing."""
+def _bind(settings: Any, section: str) -> partial[Any]:
+    if not isinstance(settings, Mapping) or "_target_" not in settings:
+        raise ValueError(f"{section} has no _target_: it must name the class or function that it configures")
+    # YAML allows keys of other types than text; as text `check_settings` refuses them
+    arguments = {
+        str(key): _make_value(value, f"{section}.{key}")
+        for key, value in settings.items()
+        if key not in ("_target_", "_partial_")
+    }
+    return partial(_import_target(settings["_target_"], section), **arguments)
+
+
+def _make_value(value: Any, section: str) -> Any:
+    """Return a setting as its target receives it, with nested targets called."""
+    if isinstance(value, list | tuple):
+        return [_make_value(item, f"{section}.{i}") for i, item in enumerate(value)]
+    if not isinstance(value, Mapping):
+        return value
+    if "_target_" not in value:
+        return {key: _make_value(item, f"{section}.{key}") for key, item in value.items()}
+    target = _bind(value, section)
+    check_settings(target.keywords, target, section)
+    if value.get("_partial_", False) is True:
+        return target
+    try:
+        return target()
+    except TypeError as error:
+        raise ValueError(f"{section} cannot be made: {error}") from error
+
+
+def _import_target(target: Any, section: str) -> Callable[..., Any]:
+    module, _, name = str(update_target(target)).rpartition(".")
+    try:
+        imported: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{section}._target_={target} cannot be imported: {error}") from None
+    if not callable(imported):
+        raise ValueError(f"{section}._target_={target} is no class or function")
+    return imported
+
+
+def _describe_kind(value: Any) -> str | None:
+    """Return the kind of a value in words; None for one that says nothing about its kind."""
     if isinstance(value, bool):
         return "true or false"
     if is_number(value):
@@ -168,19 +173,3 @@ def _kind(value: Any) -> str | None:
     if isinstance(value, list | tuple) and value and all(map(is_number, value)):
         return f"{len(value)} numbers"
     return None
-
-
-def is_number(value: Any) -> bool:
-    """Whether value is a finite number, and no boolean."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def whole(key: str, value: Any, least: int) -> int:
-    """`value` as an integer, also where it is written as 5e9.
-
-    Raises:
-        ValueError: naming the key, where it is none, less than `least` or beyond int64.
-    """
-    if not is_number(value) or value != int(value) or not least <= value < 2**63:
-        raise ValueError(f"{key}={value!r} must be a whole number of at least {least} and less than 2^63")
-    return int(value)

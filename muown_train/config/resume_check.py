@@ -1,42 +1,62 @@
-"""Whether the run in a folder is one that a configuration can go on with."""
+"""Check that a configuration may go on with the run that a folder already holds."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from muown_train.config.compose import DATA_IDENTITY
-from muown_train.config.instantiate import defaults
+from muown_train.config.instantiate import list_defaults
+from muown_train.config.renamed_names import update_stored_config
 from muown_train.runtime.redaction import redacted_tree
 
-# of the configuration, dotted
-_WHAT_MAY_NOT_CHANGE = (
+# entries of a run's data metadata that tell its data from others
+DATA_IDENTITY = ("content", "tokenizer_hash", "revision", "held_out_content")
+# dotted keys of the configuration that must stay as they were
+_FIXED = (
     *("model", "data", "seq_len", "batch_tokens", "seed", "init_from", "checkpoint"),
     *("optim._target_", "optim.rest._target_"),
 )
-_MAY_CHANGE = ("data.retries", "model.checkpointed")
+_MAY_CHANGE = ("data.retries", "model.activation_checkpointing")
 
 
-def refuse_other_run(folder: Path, about: dict[str, Any] | None, resolved: dict[str, Any]) -> None:
-    """Error if the folder's checkpoints, which `about` tells of, are of a run that this one cannot go on with."""
-    for section in _WHAT_MAY_NOT_CHANGE if about else ():
-        old, new = _get(about, f"config.{section}"), redacted_tree(_get(resolved, section))
+def check_same_run(folder: Path, metadata: Mapping[str, Any] | None, config: Mapping[str, Any]) -> None:
+    """Refuse a configuration that cannot go on with the checkpoints in a folder.
+
+    Args:
+        metadata: of the newest checkpoint, with its `config`; None where there is no checkpoint.
+        config: the configuration that is to go on, as plain data.
+
+    Raises:
+        ValueError: a setting that must stay has changed; the message names it with both values.
+    """
+    stored = update_stored_config((metadata or {}).get("config") or {})
+    for key in _FIXED if metadata else ():
+        old, new = _get(stored, key), redacted_tree(_get(config, key))
         if isinstance(old, dict) and isinstance(new, dict):
-            # a setting that an older version did not have is as it was then
-            usual = defaults(new, section)
-            old, new = ({**tree, **{key: usual[key] for key in usual if key not in tree}} for tree in (old, new))
-            keys = [key for key in {**old, **new} if f"{section}.{key}" not in _MAY_CHANGE]
-            key = next((key for key in keys if old.get(key) != new.get(key)), keys[0])
-            section, old, new = f"{section}.{key}", old.get(key), new.get(key)
+            # a run of an earlier version did what the default of a later setting is
+            defaults = list_defaults(new, key)
+            old, new = ({**tree, **{k: v for k, v in defaults.items() if k not in tree}} for tree in (old, new))
+            keys = [k for k in {**old, **new} if f"{key}.{k}" not in _MAY_CHANGE]
+            differing = next((k for k in keys if old.get(k) != new.get(k)), keys[0])
+            key, old, new = f"{key}.{differing}", old.get(differing), new.get(differing)
         if old != new:
             raise ValueError(
-                f"{folder} holds a run with {section}={old}, this one has {section}={new}: "
+                f"{folder} holds a run with {key}={old}, this one has {key}={new}: "
                 "give it another name, or the old setting"
             )
 
 
-def refuse_other_data(folder: Path, about: dict[str, Any] | None, facts: dict[str, Any]) -> None:
-    """Error if the checkpoints are of a run on other data, though the settings are the same."""
-    for key in DATA_IDENTITY if about else ():
-        old, new = _get(about, f"data.{key}"), redacted_tree(facts.get(key))
+def check_same_data(folder: Path, metadata: Mapping[str, Any] | None, data: Mapping[str, Any]) -> None:
+    """Refuse data that are not those of the checkpoints in a folder, although the settings are the same.
+
+    Args:
+        metadata: of the newest checkpoint, with its `data`; None where there is no checkpoint.
+        data: metadata of the data that are to be trained on.
+
+    Raises:
+        ValueError: the data differ; the message names the first entry that does.
+    """
+    for key in DATA_IDENTITY if metadata else ():
+        old, new = _get(metadata, f"data.{key}"), redacted_tree(data.get(key))
         if old != new:
             raise ValueError(
                 f"{folder} holds a run on other data ({key} was {old}, is {new}): "
@@ -46,5 +66,5 @@ def refuse_other_data(folder: Path, about: dict[str, Any] | None, facts: dict[st
 
 def _get(tree: Any, path: str) -> Any:
     for key in path.split("."):
-        tree = tree.get(key) if isinstance(tree, dict) else None
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree

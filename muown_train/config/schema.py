@@ -1,18 +1,25 @@
-"""The plain keys of train.yaml, checked."""
+"""The checked configuration of a run: one object that the command line is parsed into and that is passed on."""
 
-import re
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from muown_train.config.compose import check_name
-from muown_train.config.instantiate import is_number, whole
+from muown_train.config.checks import check_bool, check_choice, check_int, check_positive
+from muown_train.config.renamed_names import update_stored_config
+from muown_train.config.run_name import check_run_name
 from muown_train.runtime.suggest import nearest
+
+Section = dict[str, Any]
+Schedule = Callable[[int, int], float]  # (step, steps) -> multiplier of the base learning rate
 
 
 @dataclass(kw_only=True)
-class TopLevel:
-    """What each key means stands in train.yaml. A default is for runs from before there was the key."""
+class RunConfig:
+    """The settings of one run. configs/train.yaml says what each key means.
+
+    Keys with a default were added after the first stored runs; the default is what those runs did.
+    """
 
     name: str
     out: str
@@ -45,66 +52,145 @@ class TopLevel:
     max_rollbacks: int
     diverged_above: float | None
     diverged_from: int
-    check_every: int | None
+    replica_check_every: int | None
     probe_every: int = 100
     log_every: int
     sample_tokens: int
     paper_exact: bool
     trust: list[str]
+    model: Section
+    data: Section
+    optim: Section
+    schedule: Section
+    tracking: Section | None
+    probes: Section = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.name = check_name(self.name)  # name=5 is a number in YAML
-        for key, allowed in (("out", str), ("cache", str | None)):
-            if not isinstance(getattr(self, key), allowed):
-                raise ValueError(f"{key}={getattr(self, key)!r} must be a folder")
-        for key in ("init_from", "checkpoint"):
-            if (value := getattr(self, key)) is not None:
-                if not (isinstance(value, str) and value):
-                    raise ValueError(f"{key}={value!r} must be the folder of a run or of a checkpoint, or null")
-                setattr(self, key, str(Path(value).expanduser()))  # the same without a slash at its end
-        at_least_1 = ("seq_len", "batch_tokens", "micro_batch", "eval_every", "valid_tokens", "save_every")
-        for key in (*at_least_1, "keep_checkpoints", "log_every", "probe_every", "max_bad_updates"):
-            self._whole(key, 1)
-        for key in ("sample_tokens", "seed", "max_rollbacks", "diverged_from"):
-            self._whole(key, 0)
-        for key, least in (("workers", 0), ("keep_every", 1), ("give_up_after", 1), ("check_every", 1)):
-            if getattr(self, key) is not None:
-                self._whole(key, least)
+        for key, check in _CHECKS.items():
+            setattr(self, key, check(key, getattr(self, key)))
         if self.keep_every and self.keep_every % self.save_every:
             raise ValueError(f"keep_every={self.keep_every} must be a multiple of save_every={self.save_every}")
-        for key in ("tokens", "tokens_per_parameter", "grad_clip", "time_limit", "diverged_above"):
-            value = getattr(self, key)
-            if value is not None and not (is_number(value) and value > 0):
-                unit = " of minutes" if key == "time_limit" else ""
-                raise ValueError(f"{key}={value!r} must be a positive number{unit} or null")
-        for key in ("compile", "shard_optimizer", "paper_exact", "keep_best"):
-            if not isinstance(getattr(self, key), bool):
-                raise ValueError(f"{key}={getattr(self, key)!r} must be true or false")
-        self._word("on_save_error", "stop or continue")
-        self._word("on_bad_updates", "rollback or stop")
-        self._word("precision", "auto, bfloat16 or float32")
-        if self.reduce_dtype is not None:
-            self._word("reduce_dtype", "bfloat16, float32 or null")
-        if not isinstance(self.trust, list) or not all(isinstance(name, str) for name in self.trust):
-            raise ValueError(f"trust={self.trust!r} must be a list of dotted names, such as [my_package.MyOptimizer]")
 
-    def _word(self, key: str, words: str) -> None:
-        known, value = re.findall(r"\b(?!or\b|null\b)\w+", words), getattr(self, key)
-        if value not in known:
-            raise ValueError(f"{key}={value!r} must be {words}{nearest(str(value), known)}")
-
-    def _whole(self, key: str, least: int) -> None:
-        setattr(self, key, whole(key, getattr(self, key), least))  # 5e9 is a float in YAML
+    def to_dict(self) -> dict[str, Any]:
+        """Return all settings as plain data, as a run stores them."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
-def top_level(resolved: dict[str, Any], name: str) -> TopLevel:
-    """The plain keys; an unknown one is an error with the nearest name."""
-    known = [field.name for field in fields(TopLevel)]
-    groups = ("model", "data", "optim", "schedule", "tracking", "probes")
-    for key in resolved:
-        if key not in (*known, *groups):
-            raise ValueError(f"there is no key {key}{nearest(key, (*known, *groups))}")
-    plain = {key: resolved[key] for key in known if key in resolved}
-    if plain.get("name") is None:
-        plain["name"] = name
-    return TopLevel(**plain)
+def parse_config(tree: Mapping[str, Any], default_name: str) -> RunConfig:
+    """Make a run's configuration of plain nested data, in which nothing is interpolated.
+
+    Args:
+        tree: from the command line, a run's folder or a checkpoint; earlier names of keys and targets are understood.
+        default_name: the run's name where the tree gives none.
+
+    Raises:
+        ValueError: a key is unknown (with the nearest one that exists) or missing, or a value cannot be.
+    """
+    known = {each.name for each in fields(RunConfig)}
+    settings = update_stored_config(tree)
+    for key in settings:
+        if key not in known:
+            raise ValueError(f"there is no key {key}{nearest(key, known)}")
+    if settings.get("name") is None:
+        settings["name"] = default_name
+    try:
+        return RunConfig(**settings)
+    except TypeError as error:  # the dataclass's own words for a key that is missing
+        missing = str(error).partition("argument")[2].lstrip("s: ")
+        raise ValueError(f"the configuration lacks {missing}") from None
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """The settings that the training loop reads; intervals are in steps."""
+
+    steps: int
+    batch_tokens: int  # per step, over all ranks
+    seq_len: int
+    micro_batch: int  # rows per rank and forward pass
+    eval_every: int
+    save_every: int
+    log_every: int
+    valid_tokens: int
+    check_every: int | None = None  # between two comparisons of the weights of all ranks
+    probe_every: int | None = None  # between two calls of the probe
+    stop_if_unsaved: bool = True  # whether a checkpoint that cannot be written ends the run
+    grad_clip: float | None = 1.0
+    autocast: bool = False  # bfloat16 in the forward pass, float32 weights
+    reduce_in_bfloat16: bool = False  # gradients between ranks
+    flops_per_token: float | None = None
+    peak_flops: float | None = None  # of one device, per second
+
+
+_Check = Callable[[str, Any], Any]
+
+
+def _int(least: int) -> _Check:
+    return lambda key, value: check_int(key, value, least)
+
+
+def _choice(*choices: str) -> _Check:
+    return lambda key, value: check_choice(key, value, choices)
+
+
+def _or_null(check: _Check) -> _Check:
+    return lambda key, value: None if value is None else check(key, value)
+
+
+def _positive_or_null(unit: str = "") -> _Check:
+    return _or_null(lambda key, value: check_positive(key, value, f"{unit} or null"))
+
+
+def _reduce_dtype(key: str, value: Any) -> str | None:
+    if value is not None and value not in ("bfloat16", "float32"):
+        raise ValueError(f"{key}={value!r} must be bfloat16, float32 or null")
+    return value
+
+
+def _folder(key: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{key}={value!r} must be a folder")
+    return value
+
+
+def _checkpoint(key: str, value: Any) -> str:
+    if not (isinstance(value, str) and value):
+        raise ValueError(f"{key}={value!r} must be the folder of a run or of a checkpoint, or null")
+    return str(Path(value).expanduser())  # a slash at the end makes no difference
+
+
+def _trusted_names(key: str, value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"{key}={value!r} must be a list of dotted names, such as [my_package.MyOptimizer]")
+    return value
+
+
+def _section(key: str, value: Any) -> Section:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{key}={value!r} must be a mapping of settings")
+    return dict(value)
+
+
+_CHECKS: dict[str, _Check] = {
+    "name": lambda key, value: check_run_name(value),  # YAML reads name=5 as a number
+    "out": _folder,
+    "cache": _or_null(_folder),
+    "init_from": _or_null(_checkpoint),
+    "checkpoint": _or_null(_checkpoint),
+    **dict.fromkeys(("seq_len", "batch_tokens", "micro_batch", "eval_every", "valid_tokens", "save_every"), _int(1)),
+    **dict.fromkeys(("keep_checkpoints", "log_every", "probe_every", "max_bad_updates"), _int(1)),
+    **dict.fromkeys(("sample_tokens", "seed", "max_rollbacks", "diverged_from"), _int(0)),
+    "workers": _or_null(_int(0)),
+    **dict.fromkeys(("keep_every", "give_up_after", "replica_check_every"), _or_null(_int(1))),
+    **dict.fromkeys(("tokens", "tokens_per_parameter", "grad_clip", "diverged_above"), _positive_or_null()),
+    "time_limit": _positive_or_null(" of minutes"),
+    **dict.fromkeys(("compile", "shard_optimizer", "paper_exact", "keep_best"), check_bool),
+    "on_save_error": _choice("stop", "continue"),
+    "on_bad_updates": _choice("rollback", "stop"),
+    "precision": _choice("auto", "bfloat16", "float32"),
+    "reduce_dtype": _reduce_dtype,
+    "trust": _trusted_names,
+    **dict.fromkeys(("model", "data", "optim", "schedule"), _section),
+    "tracking": _or_null(_section),
+    "probes": lambda key, value: _section(key, value or {}),
+}

@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from muown_train.config.compose import defines_run
+from muown_train.config.run_name import defines_run
 from muown_train.experiments.grid import Experiment
 from muown_train.experiments.progress import Found, progress
 from muown_train.runs.record import leaves, read_config

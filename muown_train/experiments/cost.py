@@ -4,13 +4,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from muown_train.config.budget import rows_per_update
-from muown_train.config.schema import top_level
+from muown_train.config.budget import compute_batch_rows
+from muown_train.config.schema import parse_config
 from muown_train.experiments.grid import Cell, Experiment
 from muown_train.experiments.progress import Found
 from muown_train.experiments.report.tables import rate
-from muown_train.training.build import make_model, make_optimizer, make_schedule, make_settings
+from muown_train.models.language_model import build_model
+from muown_train.training.optimizers import build_optimizer
 from muown_train.training.plan import Plan, gib, hours, needed_memory, of_parameters, planned
+from muown_train.training.schedule import build_schedule
 
 
 def check_runs(cells: Sequence[Cell], ranks: int) -> None:
@@ -20,14 +22,12 @@ def check_runs(cells: Sequence[Cell], ranks: int) -> None:
         ValueError: it is.
     """
     for cell, *_ in _alike(cells).values():
-        config = dict(cell.config)
-        top = top_level(config, cell.name)
-        rows_per_update(top.batch_tokens, top.seq_len, top.micro_batch, ranks)
+        config = parse_config(cell.config, cell.name)
+        compute_batch_rows(config.batch_tokens, config.seq_len, config.micro_batch, ranks)
         with torch.device("meta"):
-            model = make_model(config, top)
-        steps, _ = make_schedule(config, top, model)
-        make_optimizer(config, model, top.trust)
-        make_settings(top, steps, model, torch.device("cpu"))
+            model = build_model(config.model, config.seq_len, config.trust)
+        build_schedule(config, sum(p.numel() for p in model.parameters()))
+        build_optimizer(config.optim, model, config.trust)
 
 
 def plans(cells: Sequence[Cell], device: str, ranks: int) -> dict[tuple[str, object], tuple[Plan, list[Cell]]]:

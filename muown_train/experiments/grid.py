@@ -28,8 +28,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from muown_train.cli.help import first_sentence
-from muown_train.config.compose import CONFIG_DIR, composed, folder_name, given_in_name, parsed
-from muown_train.config.instantiate import is_number, whole
+from muown_train.config.compose import CONFIG_DIR, compose_config
+from muown_train.config.run_name import make_folder_name, list_naming_overrides
+from muown_train.config.overrides import parse_overrides
+from muown_train.config.checks import is_number, check_int
 from muown_train.experiments.scale import SCALES, scaled
 from muown_train.runtime.suggest import nearest
 
@@ -102,7 +104,7 @@ class Experiment:
         """
         for key, count in (("points", points), ("seeds", seeds)):
             if count is not None:
-                whole(key, count, 1)
+                check_int(key, count, 1)
         chosen = self.series
         if series is not None:
             known = {each.key: each for each in self.series}
@@ -125,7 +127,7 @@ class Experiment:
         Raises:
             ValueError: one that the grid decides; OmegaConf's and Hydra's errors for one that cannot be.
         """
-        for override in parsed(further):
+        for override in parse_overrides(further):
             if reason := _NOT_FOR_ALL.get(override.key_or_group):
                 raise ValueError(f"{override.input_line} cannot be given to all runs: {reason}")
             if override.key_or_group == self.over:
@@ -142,15 +144,15 @@ class Experiment:
                 shared = scaled(SCALES[self.scale], shared, further)
             shared = unique([*shared, *further])
             if config is None or self.scale:
-                config = composed(shared)
-            else:  # set rather than composed again, as the rate and the seed are: that takes a tenth of a second
+                config = compose_config(shared)
+            else:  # set rather than compose_config again, as the rate and the seed are: that takes a tenth of a second
                 OmegaConf.update(config, str(self.over), value)
-            named = [part for _, part in given_in_name([*axis, *further])]
+            named = [part for _, part in list_naming_overrides([*axis, *further])]
             for lr in series.lr:
                 for seed in self.seeds:
                     config.optim.lr, config.seed = lr, seed
                     resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
-                    name = folder_name([series.key, *named, f"lr={lr:g}", f"seed={seed}"])
+                    name = make_folder_name([series.key, *named, f"lr={lr:g}", f"seed={seed}"])
                     words = (*shared, f"optim.lr={lr!r}", f"seed={seed}")
                     yield Cell(series, value, lr, seed, name, words, resolved)
 
@@ -242,7 +244,7 @@ def _read(name: str, sentence: str, node: dict[str, Any]) -> Experiment:
     return Experiment(
         name,
         sentence,
-        tuple(whole("seeds", seed, 0) for seed in node["seeds"]),
+        tuple(check_int("seeds", seed, 0) for seed in node["seeds"]),
         tuple(series),
         axis,
         tuple(values),

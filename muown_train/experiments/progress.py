@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muown_train.config.compose import check_name
+from muown_train.config.run_name import check_run_name
 from muown_train.experiments.grid import Cell, Experiment
 from muown_train.runs.record import NoRun, RunRecord, Settings, read_config, read_run, settings_of
 from muown_train.runtime.redaction import redacted_tree
@@ -78,7 +78,7 @@ def progress(experiment: Experiment, cells: Sequence[Cell], out: str, archive: P
             raise ValueError(f"{other.name} and {cell.name} are the same run: choose some with series= or points=")
         there = by_rate.get((cell.seed, cell.lr), [])
         same = [path for path, of_run in there if same_settings(of_run, settings)]
-        own = folder / check_name(cell.name)
+        own = folder / check_run_name(cell.name)
         candidates = [_found(cell, path) for path in same]
         if own not in same:
             try:

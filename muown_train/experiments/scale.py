@@ -11,7 +11,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from muown_train.config.compose import composed, parsed
+from muown_train.config.compose import compose_config
+from muown_train.config.overrides import parse_overrides
 
 _HEADS = 4  # heads of a run for one of the small one; a GPT of so many or fewer keeps them
 
@@ -49,9 +50,9 @@ def scaled(scale: Scale, overrides: Sequence[str], further: Sequence[str] = ()) 
         ValueError: the model is of a kind that cannot be shrunk here.
     """
     words = [word for word in overrides if word.partition("=")[0] != "data"]
-    if not any(override.key_or_group.partition(".")[0] == "data" for override in parsed(further)):
+    if not any(override.key_or_group.partition(".")[0] == "data" for override in parse_overrides(further)):
         words.append("data=stdlib")
-    config: dict[str, Any] = OmegaConf.to_container(composed(words), resolve=True)  # type: ignore[assignment]
+    config: dict[str, Any] = OmegaConf.to_container(compose_config(words), resolve=True)  # type: ignore[assignment]
     small = _model(config["model"], scale)
     steps = scale.updates
     if steps is None:

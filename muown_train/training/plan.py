@@ -7,10 +7,8 @@ that is known.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from muown_train.analysis.cost.memory import (
     Memory,
@@ -23,13 +21,13 @@ from muown_train.analysis.cost.memory import (
 )
 from muown_train.analysis.cost.roofline import FRACTIONS, Update, update_time
 from muown_train.config.budget import compute_batch_rows
-from muown_train.config.overrides import check_overrides, check_trust
-from muown_train.config.compose import compose_config
-from muown_train.config.schema import TopLevel, top_level
-from muown_train.models.language_model import LanguageModel
+from muown_train.config.compose import load_config
+from muown_train.config.schema import RunConfig
+from muown_train.models.language_model import LanguageModel, build_model
 from muown_train.optim import Combined, parameter_roles
 from muown_train.runtime.hardware import Gpu, gpu
-from muown_train.training.build import make_model, make_optimizer, make_schedule
+from muown_train.training.optimizers import build_optimizer
+from muown_train.training.schedule import build_schedule
 
 # What is not tensors: CUDA's context and kernels, workspaces of cuBLAS and NCCL; and of the rest a part that the
 # allocator cannot use, in pieces between tensors. Assumed, not measured.
@@ -40,7 +38,7 @@ RESERVED, FRAGMENTED = 2 * 2**30, 0.05
 class Plan:
     """A run and the machine it is for."""
 
-    top: TopLevel
+    config: RunConfig
     model: LanguageModel
     optimizer: Combined
     sizes: Sizes
@@ -58,7 +56,7 @@ class Plan:
     @property
     def owners(self) -> int:
         """Ranks that the optimizer is spread over."""
-        return self.ranks if self.top.shard_optimizer else 1
+        return self.ranks if self.config.shard_optimizer else 1
 
     @cached_property
     def of_ranks(self) -> list[tuple[int, int]]:
@@ -79,18 +77,15 @@ def planned(overrides: list[str], device: str, ranks: int) -> Plan:
     if ranks < 1:
         raise ValueError(f"--ranks {ranks} must be 1 or more")
     card = gpu(device)
-    check_overrides(overrides)
-    resolved: dict[str, Any] = OmegaConf.to_container(compose_config(overrides), resolve=True)  # type: ignore[assignment]
-    top = top_level(resolved, "plan")
-    check_trust(top.trust, overrides)
-    batch = compute_batch_rows(top.batch_tokens, top.seq_len, top.micro_batch, ranks)
+    config = load_config(overrides)
+    batch = compute_batch_rows(config.batch_tokens, config.seq_len, config.micro_batch, ranks)
     with torch.device("meta"):  # sizes without numbers
-        model = make_model(resolved, top)
-    steps, _ = make_schedule(resolved, top, model)
-    how = Pass(top.micro_batch, top.seq_len, top.precision != "float32", compiled=top.compile)
+        model = build_model(config.model, config.seq_len, config.trust)
+    steps, _ = build_schedule(config, sum(p.numel() for p in model.parameters()))
+    how = Pass(config.micro_batch, config.seq_len, config.precision != "float32", compiled=config.compile)
     sizes = sizes_of(model, how)
-    optimizer = make_optimizer(resolved, model, top.trust)
-    return Plan(top, model, optimizer, sizes, steps, batch // ranks, how, card, device, ranks)
+    optimizer = build_optimizer(config.optim, model, config.trust)
+    return Plan(config, model, optimizer, sizes, steps, batch // ranks, how, card, device, ranks)
 
 
 def of_parameters(plan: Plan) -> Iterator[str]:
@@ -101,10 +96,10 @@ def of_parameters(plan: Plan) -> Iterator[str]:
         counts[roles[name].role] = counts.get(roles[name].role, 0) + parameter.numel()
     parts = ", ".join(f"{role} {count:,}" for role, count in counts.items())
     yield f"{sum(counts.values()):,} parameters: {parts}"
-    top, how = plan.top, plan.how
-    tokens = plan.steps * top.batch_tokens
+    config, how = plan.config, plan.how
+    tokens = plan.steps * config.batch_tokens
     micro = f"{plan.accumulation} micro-batch{'es' * (plan.accumulation > 1)} of {how.rows} x {how.seq_len} tokens"
-    yield f"{tokens:,} tokens: {plan.steps:,} updates of {top.batch_tokens:,}, on each of {plan.ranks} GPUs {micro}"
+    yield f"{tokens:,} tokens: {plan.steps:,} updates of {config.batch_tokens:,}, on each of {plan.ranks} GPUs {micro}"
     yield f"{'bfloat16 autocast' if how.autocast else 'float32'}, {'' if how.compiled else 'not '}compiled"
 
 
@@ -155,7 +150,7 @@ def lines_of(needed: Memory, plan: Plan) -> Iterator[str]:
 
 def parts_of_update(plan: Plan) -> Update:
     """Seconds of an update by the roofline."""
-    sent = 2 if plan.top.reduce_dtype == "bfloat16" else 4
+    sent = 2 if plan.config.reduce_dtype == "bfloat16" else 4
     return update_time(plan.sizes, plan.how, plan.gpu, plan.optimizer, plan.ranks, plan.accumulation, plan.owners, sent)
 
 
@@ -163,26 +158,26 @@ def seconds_of_update(plan: Plan, mfu: float | None) -> float:
     """By a known MFU, or else by the roofline."""
     if mfu is None:
         return parts_of_update(plan).total
-    return plan.model.flops_per_token() * plan.top.batch_tokens / (mfu * plan.gpu.flops * plan.ranks)
+    return plan.model.flops_per_token() * plan.config.batch_tokens / (mfu * plan.gpu.flops * plan.ranks)
 
 
 def hours(plan: Plan, mfu: float | None) -> tuple[float, float]:
     """Hours of training and of evaluations on all ranks together; times ranks, GPU hours."""
     seconds = seconds_of_update(plan, mfu)
     # a forward pass is a third
-    evaluating = evaluations(plan) * plan.top.valid_tokens / plan.top.batch_tokens * seconds / 3
+    evaluating = evaluations(plan) * plan.config.valid_tokens / plan.config.batch_tokens * seconds / 3
     return plan.steps * seconds / 3600, evaluating / 3600
 
 
 def evaluations(plan: Plan) -> int:
     """Before the first update, and after every `eval_every` and the last."""
-    return 1 + -(-plan.steps // plan.top.eval_every)
+    return 1 + -(-plan.steps // plan.config.eval_every)
 
 
 def of_time(plan: Plan, mfu: float | None) -> Iterator[str]:
     """How long an update takes, and the run."""
     per_token, peak = plan.model.flops_per_token(), plan.gpu.flops * plan.ranks
-    tokens = plan.top.batch_tokens
+    tokens = plan.config.batch_tokens
     yield f"\n{per_token / 1e9:.3f} GFLOP per token, peak {plan.gpu.flops / 1e12:,.0f} TFLOP/s in bfloat16 each"
     seconds = seconds_of_update(plan, mfu)
     if mfu is not None:

@@ -7,6 +7,26 @@ after the last update would be zero (or `final`).
 
 import math
 
+from muown_train.config.budget import compute_steps
+from muown_train.config.checks import check_int
+from muown_train.config.instantiate import bind_target
+from muown_train.config.schema import RunConfig, Schedule
+
+
+def build_schedule(config: RunConfig, parameters: int) -> tuple[int, Schedule]:
+    """Return the number of steps that the budget pays for, and the schedule of the learning rate over them.
+
+    A run that goes on from another's checkpoint counts the steps done there as well.
+
+    Args:
+        parameters: of the model, for a budget in tokens per parameter.
+    """
+    steps = compute_steps(config.tokens, config.tokens_per_parameter, parameters, config.batch_tokens)
+    schedule = bind_target(config.schedule, "schedule", ["step", "steps"], config.trust)
+    steps += check_int("schedule.start", schedule.keywords.get("start") or 0, 0)
+    schedule(0, steps)  # finds an impossible setting now
+    return steps, schedule
+
 
 def _check(step: int, steps: int, **fractions: float) -> None:
     assert 0 <= step < steps, (step, steps)

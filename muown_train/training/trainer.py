@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from muown_train.analysis.validation import evaluate
-from muown_train.config.settings import Schedule, Settings
+from muown_train.config.schema import Schedule, TrainerSettings
 from muown_train.data.loader import Batch, Loader
 from muown_train.optim.core.skip_step import step_unless
 from muown_train.runs.checkpoint import Checkpoints, ModelState, OptimizerState, State, Stateful
@@ -55,7 +55,7 @@ class Trainer:
         loader: Loader,
         valid: np.ndarray,
         checkpoints: Checkpoints,
-        settings: Settings,
+        settings: TrainerSettings,
         guard: Guard,
         stop: Stop,
         metrics: Metrics | None = None,

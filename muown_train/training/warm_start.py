@@ -19,8 +19,8 @@ from muown_train.config.instantiate import list_settings
 from muown_train.models.language_model import LanguageModel
 from muown_train.optim import parameter_roles
 from muown_train.runs.checkpoint import ModelState
+from muown_train.runs.checkpoint_reader import open_checkpoint
 from muown_train.runs.hf.folder import is_folder, read_folder
-from muown_train.runs.weights import open_checkpoint
 
 # settings of a model that its function, on rows that both can take, does not depend on
 _MAY_DIFFER = ("vocab_size", "seq_len", "activation_checkpointing", "init_std")

@@ -10,7 +10,8 @@ from muown_train.analysis.context import Magnitudes
 from muown_train.analysis.effective_rank import normalised_effective_rank
 from muown_train.analysis.probes import Spectral, of_direction, rank
 from muown_train.analysis.spectral import spectral
-from muown_train.config.compose import composed, run_name
+from muown_train.config.compose import compose_config
+from muown_train.config.run_name import default_run_name
 from muown_train.optim.core.weight_norm import direction
 from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import built, losses, metrics, trained
@@ -226,8 +227,8 @@ def test_a_wrong_setting_is_said_before_training(corpus, tmp_path, words, messag
 
 
 def test_probes_are_no_part_of_a_run_s_name():
-    assert run_name({"model": "tiny", "optim": "muon"}, [ALL, "probe_every=3"], 0) == "tiny-muon-seed=0"
-    assert "probes" not in json.dumps(sorted(composed([]).keys()))
+    assert default_run_name({"model": "tiny", "optim": "muon"}, [ALL, "probe_every=3"], 0) == "tiny-muon-seed=0"
+    assert "probes" not in json.dumps(sorted(compose_config([]).keys()))
 
 
 @pytest.mark.parametrize("iterations", [None, 2])

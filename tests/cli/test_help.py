@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from muown_train.cli.help import EXAMPLES, GROUPS, SETTINGS, first_sentence, help_text
-from muown_train.config.compose import CONFIG_DIR, composed, plain_text
+from muown_train.config.compose import CONFIG_DIR, compose_config
+from muown_train.config.overrides import quote_text
 from muown_train.runtime.suggest import misread, nearest
 from tests.cli.test_main import COMMAND, call
 
@@ -53,7 +54,7 @@ def test_help_is_of_the_files_that_there_are(tmp_path):
 @pytest.mark.parametrize("words", [words for words, _ in EXAMPLES])
 def test_the_examples_are_settings(words):
     given = [word.replace("'", "") for word in words.split() if not word.startswith("-")]
-    composed([re.sub(r"=(\w+),.*", r"=\1", word) if "--multirun" in words else word for word in given])
+    compose_config([re.sub(r"=(\w+),.*", r"=\1", word) if "--multirun" in words else word for word in given])
 
 
 def test_version(said):
@@ -137,12 +138,12 @@ def test_a_key_of_an_option_that_was_not_chosen(monkeypatch):
 
 def test_text_needs_no_quotes_where_nothing_else_could_be_meant():
     kept = ["optim.lr=1e-3", "data.train=[a,b]", "optim.lr=[", "seed", "name='a b'", "optim.rest.vector={lr: 1}"]
-    assert plain_text(kept) == kept
-    assert plain_text(["checkpoint=runs/a-seed=0"]) == ["checkpoint='runs/a-seed=0'"]
+    assert quote_text(kept) == kept
+    assert quote_text(["checkpoint=runs/a-seed=0"]) == ["checkpoint='runs/a-seed=0'"]
     for text in ("muown-optim.betas=_0.9,0.95_-lr=0.004-seed=0", "runs (1)"):
-        assert composed(plain_text([f"name={text}"])).name == text
-    assert composed(["name=a-b=1-seed=0", "out=été"]).name == "a-b=1-seed=0"
-    assert composed(["out=été/runs"]).out == "été/runs"
+        assert compose_config(quote_text([f"name={text}"])).name == text
+    assert compose_config(["name=a-b=1-seed=0", "out=été"]).name == "a-b=1-seed=0"
+    assert compose_config(["out=été/runs"]).out == "été/runs"
 
 
 def test_names_beside_each_other():

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 import muown_train
 import muown_train.optim
-from muown_train.config.compose import CONFIG_DIR, check_trust, run_folder
-from muown_train.config.instantiate import ALLOWED, check_targets, factory
+from muown_train.config.compose import CONFIG_DIR
+from muown_train.config.overrides import check_trust
+from muown_train.config.run_name import locate_run_folder
+from muown_train.config.instantiate import ALLOWED, check_targets, bind_target
 from tests.helpers.runs import trained
 
 STRANGE = [
@@ -76,38 +78,38 @@ def test_no_other_target_at_any_depth(target, monkeypatch):
         (good | {"eps": bad | {"_convert_": "object", "_partial_": "yes"}}, "optim.eps"),
     ):
         with pytest.raises(ValueError, match=re.escape(f"{place}._target_={target!r}")) as caught:
-            factory(settings, "optim", given=["params"])
+            bind_target(settings, "optim", given=["params"])
         assert f"trust=[{target}]" in str(caught.value)
 
 
 @pytest.mark.parametrize("key", ["_args_", "_recursive_", "_convert_", "__init__", "lrr", 3])
 def test_keys_that_hydra_gives_a_meaning_are_no_settings(key):
     with pytest.raises(ValueError, match=f"optim.{key} is no setting of AdamW"):
-        factory({"_target_": "torch.optim.AdamW", key: [1]}, "optim", given=["params"])
+        bind_target({"_target_": "torch.optim.AdamW", key: [1]}, "optim", given=["params"])
 
 
 def test_partial_means_nothing_at_the_top():
     for value in (True, False, "os.system"):
-        made = factory({"_target_": "torch.optim.AdamW", "_partial_": value, "lr": 0.1}, "optim")
+        made = bind_target({"_target_": "torch.optim.AdamW", "_partial_": value, "lr": 0.1}, "optim")
         assert isinstance(made, partial) and (made.func, made.keywords) == (torch.optim.AdamW, {"lr": 0.1})
 
 
 @pytest.mark.parametrize("settings", [{}, {"lr": 1}, None, 5, "os.system"])
 def test_a_section_that_names_nothing(settings):
     with pytest.raises(ValueError, match="optim has no _target_"):
-        factory(settings, "optim")
+        bind_target(settings, "optim")
 
 
 def test_what_is_trusted_may_be_named_and_nothing_else():
     svd = "muown_train.optim.core.orthogonalize.svd"
     settings = {"_target_": "muown_train.optim.Muown", "orthogonalizer": {"_target_": svd, "_partial_": True}}
     with pytest.raises(ValueError, match=r"optim\.orthogonalizer\._target_="):
-        factory(settings, "optim", ["params"], trust=["muown_train.optim.core.orthogonalize"])
-    made = factory(settings, "optim", ["params"], trust=[svd])
+        bind_target(settings, "optim", ["params"], trust=["muown_train.optim.core.orthogonalize"])
+    made = bind_target(settings, "optim", ["params"], trust=[svd])
     assert made.keywords["orthogonalizer"].func is muown_train.optim.core.orthogonalize.svd
     half = {"_target_": "fractions.Fraction", "numerator": 1, "denominator": 2}
-    assert factory(half, "x", trust=["fractions.Fraction"])() == Fraction(1, 2)
-    made = factory({"_target_": "muown_train.optim.Muown", "zero_rows": [half]}, "x", trust=["fractions.Fraction"])
+    assert bind_target(half, "x", trust=["fractions.Fraction"])() == Fraction(1, 2)
+    made = bind_target({"_target_": "muown_train.optim.Muown", "zero_rows": [half]}, "x", trust=["fractions.Fraction"])
     assert made.keywords["zero_rows"] == [Fraction(1, 2)]
 
 
@@ -124,7 +126,7 @@ def test_what_is_trusted_may_be_named_and_nothing_else():
 )
 def test_what_is_trusted_but_cannot_be_had_is_one_sentence(settings, part):
     with pytest.raises(ValueError, match=re.escape(part)) as caught:
-        factory(settings, "x", trust=["no.such.thing", "math.nothing", "nothing", "math.pi"])
+        bind_target(settings, "x", trust=["no.such.thing", "math.nothing", "nothing", "math.pi"])
     assert "\n" not in str(caught.value)
 
 
@@ -195,14 +197,14 @@ def test_going_on_with_a_strangers_run_runs_none_of_its_code(corpus, tmp_path):
 )
 def test_names_that_are_no_folder_names(name, tmp_path):
     with pytest.raises(ValueError, match="must be a plain folder name") as caught:
-        run_folder(str(tmp_path), name)
+        locate_run_folder(str(tmp_path), name)
     assert len(str(caught.value)) < 400 and "\n" not in str(caught.value) and "\0" not in str(caught.value)
 
 
 @given(st.text(max_size=250))
 def test_a_name_that_is_allowed_stays_in_the_folder_of_runs(name):
     try:
-        folder = run_folder("/no/such/runs", name)
+        folder = locate_run_folder("/no/such/runs", name)
     except ValueError:
         return
     assert folder.resolve().parent == Path("/no/such/runs") and folder.name == name
@@ -217,14 +219,14 @@ def test_links_in_a_runs_folder_lead_nowhere(tmp_path, link):
     outside.mkdir()
     path = tmp_path / "runs" / "run" / link
     path.parent.mkdir(parents=True)
-    assert run_folder(str(tmp_path / "runs"), "run") == tmp_path / "runs" / "run"
+    assert locate_run_folder(str(tmp_path / "runs"), "run") == tmp_path / "runs" / "run"
     path.symlink_to(outside)
     with pytest.raises(ValueError, match="is a symbolic link") as caught:
-        run_folder(str(tmp_path / "runs"), "run")
+        locate_run_folder(str(tmp_path / "runs"), "run")
     assert str(path) in str(caught.value)
 
 
 def test_the_folder_of_runs_itself_may_be_a_link(tmp_path):
     (tmp_path / "scratch").mkdir()
     (tmp_path / "runs").symlink_to(tmp_path / "scratch")
-    assert run_folder(str(tmp_path / "runs"), "run") == tmp_path / "runs" / "run"
+    assert locate_run_folder(str(tmp_path / "runs"), "run") == tmp_path / "runs" / "run"

@@ -10,7 +10,8 @@ import pytest
 import torch
 import yaml
 
-from muown_train.config.compose import check_overrides, composed
+from muown_train.config.overrides import check_overrides
+from muown_train.config.compose import compose_config
 from muown_train.config.schema import top_level
 from muown_train.experiments import grid as experiments
 from muown_train.experiments.cost import gpu_hours, plans
@@ -86,7 +87,7 @@ def test_runs_of_our_own_are_other_runs_in_small_too(name, tmp_path):
     assert len(progress(experiment, cells, str(tmp_path))) == OURS[name][0]
     for cell in {cell.series.key: cell for cell in cells}.values():
         check_overrides(cell.overrides)  # or no command could train it
-        assert cell.config["data"] == composed([*cell.overrides]).data == composed(["data=stdlib"]).data
+        assert cell.config["data"] == compose_config([*cell.overrides]).data == compose_config(["data=stdlib"]).data
 
 
 def test_cells_that_are_one_run(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from muown_train.config.compose import composed
+from muown_train.config.compose import compose_config
 from muown_train.runtime.distributed import World
 from muown_train.training.build import Run, build
 from muown_train.training.step_metrics import Update
@@ -44,7 +44,7 @@ def slow_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
 
 def configured(*overrides: str) -> DictConfig:
     """The configuration that these overrides make."""
-    return composed(list(overrides))
+    return compose_config(list(overrides))
 
 
 def built(corpus: Path, out: Path, *overrides: str, world: World = HERE) -> Run:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from muown_train.config.instantiate import factory
+from muown_train.config.instantiate import bind_target
 from muown_train.models.kv_cache import KeyValueCache
 from muown_train.optim import param_groups, parameter_roles
 from tests.helpers.runs import configured
@@ -111,7 +111,7 @@ def test_compiled_it_makes_no_mask():
 def test_sizes_are_the_published_ones():
     config = configured("model=qwen2_0_5b")
     with torch.device("meta"):
-        model = factory(dict(config.model), "model")()
+        model = bind_target(dict(config.model), "model")()
     assert sum(p.numel() for p in model.parameters()) == 494_032_768  # huggingface.co/Qwen/Qwen2-0.5B
     assert model.qwen2.config.rope_parameters["rope_theta"] == 10_000 and model.qwen2.config.tie_word_embeddings
     assert round(config.tokens / config.batch_tokens) == 18_119  # shared/paper/targets.yaml

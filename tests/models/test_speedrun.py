@@ -7,7 +7,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from muown_train.config.instantiate import factory
+from muown_train.config.instantiate import bind_target
 from muown_train.models.speedrun import Speedrun
 from muown_train.optim import parameter_roles
 from muown_train.training.build import make_optimizer
@@ -84,7 +84,7 @@ def test_summed_loss_counts_each_target_once():
 def test_parameters_of_every_width(dim):
     config = configured("model=speedrun", f"model.dim={dim}")
     with torch.device("meta"):
-        model = factory(dict(config.model), "model")()
+        model = bind_target(dict(config.model), "model")()
     assert sum(p.numel() for p in model.parameters()) == 50_257 * dim + 12 * 12 * dim**2  # no gains, no biases
     assert model.blocks[0].attention.heads == dim // 64
     assert model.flops_per_token() == 6 * (50_257 * dim + 144 * dim**2) + 12 * 12 * dim * 1024
@@ -136,13 +136,13 @@ def test_an_experiment_has_the_records_settings(optim, scale):
     assert round(config.tokens / config.batch_tokens) == 6200
     assert (config.seq_len, config.valid_tokens, config.grad_clip) == (1024, 10_485_760, None)
     assert config.data.tokenizer == "gpt2"
-    schedule = factory(dict(config.schedule), "schedule", ["step", "steps"])
+    schedule = bind_target(dict(config.schedule), "schedule", ["step", "steps"])
     assert [schedule(step, 6200) for step in (0, 4400)] == pytest.approx([1, 1])
     assert schedule(4401, 6200) == pytest.approx(1799 / 1800) and schedule(6199, 6200) == pytest.approx(1 / 1800)
 
     config.model.vocab_size = 100
     resolved = OmegaConf.to_container(config, resolve=True)
-    optimizer = make_optimizer(resolved, factory(resolved["model"], "model")())
+    optimizer = make_optimizer(resolved, bind_target(resolved["model"], "model")())
     matrices, rest = optimizer.optimizers
     assert [(g["lr"], g["betas"], g["weight_decay"]) for g in rest.param_groups] == [(0.01, (0.9, 0.95), 0.0)]
     for group in matrices.param_groups:

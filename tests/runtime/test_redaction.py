@@ -14,7 +14,8 @@ from hypothesis import given
 from omegaconf import OmegaConf
 
 from muown_train.cli.main import main
-from muown_train.config.compose import check_name, one_sentence, run_name
+from muown_train.config.run_name import check_run_name, default_run_name
+from muown_train.cli.messages import explain_error
 from muown_train.runs import manifest
 from muown_train.runtime.redaction import redacted, redacted_tracebacks, redacted_tree
 from tests.config.test_trust import trees
@@ -123,7 +124,7 @@ def test_config_and_manifest_hide_and_can_be_read(secrets, tmp_path):
 
 def test_names_of_runs_hide_and_still_differ(secrets):
     def name(*overrides: str) -> str:
-        return check_name(run_name({"model": "tiny", "optim": "muown"}, list(overrides), 0))
+        return check_run_name(default_run_name({"model": "tiny", "optim": "muown"}, list(overrides), 0))
 
     first, second = name(f"data.text={TOKEN}"), name("data.text=hf_BbCdEfGhIjKlMnOpQrStUvWxYz01234567")
     assert first != second and first != name()
@@ -134,16 +135,16 @@ def test_names_of_runs_hide_and_still_differ(secrets):
 
 
 def test_settings_that_change_no_result_change_no_name():
-    plain = run_name({"model": "tiny", "optim": "muown"}, [], 0)
+    plain = default_run_name({"model": "tiny", "optim": "muown"}, [], 0)
     others = ["give_up_after=3", "time_limit=60", "keep_every=10", "keep_best=true", "trust=[a.b]", "check_every=5"]
-    assert run_name({"model": "tiny", "optim": "muown"}, others, 0) == plain
+    assert default_run_name({"model": "tiny", "optim": "muown"}, others, 0) == plain
 
 
 def test_errors_hide(secrets):
     for value in secrets.values():
-        assert value not in one_sentence(ValueError(f"data.text={value!r} is wrong"), [])
-        assert value not in one_sentence(FileNotFoundError(2, "no such file", value), [])
-        assert value not in one_sentence(ValueError("x"), [f"data.text={value}["])  # cannot be parsed
+        assert value not in explain_error(ValueError(f"data.text={value!r} is wrong"), [])
+        assert value not in explain_error(FileNotFoundError(2, "no such file", value), [])
+        assert value not in explain_error(ValueError("x"), [f"data.text={value}["])  # cannot be parsed
 
 
 def test_tracebacks_hide(capfd):

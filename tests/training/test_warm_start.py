@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from muown_train.config.compose import run_name
+from muown_train.config.run_name import default_run_name
 from muown_train.config.schema import top_level
 from muown_train.runs.checkpoint import ModelState
 from muown_train.runs.hf.export import export
@@ -127,7 +127,7 @@ def test_it_does_not_go_on_from_other_weights(corpus, tmp_path, source):
 
 def test_it_is_in_the_name():
     choices = {"model": "tiny", "optim": "muown"}
-    names = {run_name(choices, words, 0) for words in ([], ["init_from=runs/a"], ["init_from=runs/b"])}
+    names = {default_run_name(choices, words, 0) for words in ([], ["init_from=runs/a"], ["init_from=runs/b"])}
     assert len(names) == 3
 
 

@@ -121,7 +121,7 @@ def settings_of(arguments: argparse.Namespace, saved: "SavedRun") -> dict[str, A
     names = [name for name, _, _ in OPTIONS[arguments.kind] if name != "save-every"]
     settings = {name: getattr(arguments, name) for name in names}
     if "tokens" in settings:
-        settings["tokens"] = settings["tokens"] or saved.top.batch_tokens
+        settings["tokens"] = settings["tokens"] or saved.config.batch_tokens
     if "batches" in settings and settings["batches"] is None:
         settings["batches"] = updates_of(saved)
     return settings
@@ -131,11 +131,12 @@ def updates_of(saved: "SavedRun") -> int:
     """The updates that the run's budget pays for."""
     import torch
 
-    from muown_train.training.build import make_model, make_schedule
+    from muown_train.models.language_model import build_model
+    from muown_train.training.schedule import build_schedule
 
     with torch.device("meta"):
-        model = make_model(saved.config, saved.top)
-    return make_schedule(saved.config, saved.top, model)[0]
+        model = build_model(saved.config.model, saved.config.seq_len)
+    return build_schedule(saved.config, sum(p.numel() for p in model.parameters()))[0]
 
 
 def measured(

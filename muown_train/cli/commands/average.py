@@ -9,7 +9,7 @@ from pathlib import Path
 
 from muown_train.cli.main import Parser, explained
 from muown_train.cli.process import script
-from muown_train.config.compose import new_folder
+from muown_train.config.run_name import check_new_folder
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     with explained([]):
         named = run if run.name not in ("", "..") else run.resolve()  # `.` has a name too
         out = arguments.out or named.with_name(f"{named.name}-{'average' if decay is None else f'ema={decay:g}'}")
-        new_folder(out)
+        check_new_folder(out)
         if run.resolve() in out.resolve().parents:
             raise ValueError(f"{out} is in the run's own folder: give one beside it with --out")
 
@@ -48,7 +48,7 @@ def main() -> None:
         for step, share in zip(taken, shares, strict=True):
             print(f"step {step:>{len(str(taken[-1]))}}  {share:.4f}")
         weights = averaged(checkpoints, shares)
-        config = {**saved.config, "name": out.name, "out": str(out.parent)}
+        config = {**saved.config.to_dict(), "name": out.name, "out": str(out.parent)}
         origin = {
             "average_of": {"run": str(run), "steps": taken, "shares": shares, "ema": decay},
             "parameters": sum(weight.numel() for weight in weights.values()),

@@ -28,8 +28,9 @@ from omegaconf import OmegaConf
 from muown_train.analysis.scoring import FEWEST, Score, Scoring, difference, prepared, together
 from muown_train.cli.main import INTERRUPTED, Parser, explained, leave
 from muown_train.cli.process import script
-from muown_train.config.compose import check_overrides, composed, parsed
-from muown_train.config.instantiate import whole
+from muown_train.config.overrides import check_overrides, parse_overrides
+from muown_train.config.compose import compose_config
+from muown_train.config.checks import check_int
 from muown_train.data.text.eval_texts import ALL, Text, text_of
 from muown_train.runs.saved_run import SavedRun, open_run
 from muown_train.runtime import hardware
@@ -53,14 +54,14 @@ def own_settings(settings: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     check_overrides(settings)
     own: dict[str, Any] = {}
     data: list[str] = []
-    for override in parsed(settings):
+    for override in parse_overrides(settings):
         key, value = override.key_or_group, override.value()
         if key.split(".")[0] == "data":
             data.append(str(override.input_line))
         elif key == "cache":
             own[key] = str(value)
         elif key in OWN:
-            own[key] = whole(key, value, 1)
+            own[key] = check_int(key, value, 1)
         else:
             raise ValueError(f"there is no key {key}{nearest(key, ['data', *OWN])}; see --help")
     if data and not any(word.startswith("data=") for word in data):
@@ -75,7 +76,7 @@ def chosen_text(data: list[str], own: dict[str, Any], source: str | None) -> Tex
         if source is not None:
             raise ValueError(f"--source {source} is of files: give data=files with data.valid=GLOB")
         return None
-    config: dict[str, Any] = OmegaConf.to_container(composed(data), resolve=True)  # type: ignore[assignment]
+    config: dict[str, Any] = OmegaConf.to_container(compose_config(data), resolve=True)  # type: ignore[assignment]
     valid_tokens = own.get("valid_tokens", config["valid_tokens"])
     return text_of(config["data"], source, valid_tokens, cache_folder(own.get("cache")))
 
@@ -117,7 +118,7 @@ def evaluate_all(label: str, scoring: Scoring, saved: SavedRun, device: torch.de
 def result(path: str, saved: SavedRun, scoring: Scoring, device: torch.device, complete: bool) -> dict[str, Any]:
     """All about one run in JSON."""
     sources = {source: score.numbers() for source, score in scoring.scores.items() if score.losses}
-    low = hardware.wants_autocast(saved.top.precision, device)
+    low = hardware.wants_autocast(saved.config.precision, device)
     return {
         "run": path,
         "checkpoint": str(saved.checkpoint),
@@ -241,7 +242,7 @@ def evaluate(
     labels = [f"{saved.folder.name} @{saved.step}" for saved in saved_runs]
     if len(set(labels)) < len(labels):
         labels = [f"{saved.folder} @{saved.step}" for saved in saved_runs]
-    own.setdefault("micro_batch", min(saved.top.micro_batch for saved in saved_runs))  # blocks are alike
+    own.setdefault("micro_batch", min(saved.config.micro_batch for saved in saved_runs))  # blocks are alike
     results: list[dict[str, Any]] = []
     first: Scoring | None = None
     complete = False

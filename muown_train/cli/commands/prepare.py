@@ -33,8 +33,8 @@ def settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Our own keys, checked, and the overrides that choose the data."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    from muown_train.config.compose import check_overrides
-    from muown_train.config.instantiate import whole
+    from muown_train.config.overrides import check_overrides
+    from muown_train.config.checks import check_int
     from muown_train.runtime.suggest import nearest
 
     check_overrides(words)
@@ -54,7 +54,7 @@ def settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
         raise ValueError("data is not set: give data=fineweb_edu, or data=files with data.train=GLOB")
     for key in ("tokens", "valid_tokens", "shard_tokens"):
         if own[key] is not None or key != "tokens":
-            own[key] = whole(key, own[key], 1)
+            own[key] = check_int(key, own[key], 1)
     return own, data
 
 
@@ -66,13 +66,13 @@ def main() -> None:
     from omegaconf import OmegaConf
 
     from muown_train.cli.main import explained
-    from muown_train.config.compose import composed
+    from muown_train.config.compose import compose_config
     from muown_train.config.instantiate import factory
     from muown_train.data.sources import FROM_RUN
 
     with explained():
         own, data = settings(words)
-        config = OmegaConf.to_container(composed(data).data, resolve=True)
+        config = OmegaConf.to_container(compose_config(data).data, resolve=True)
         target = factory(config, "data", given=FROM_RUN)  # type: ignore[arg-type]
         from muown_train.data.shards.prepare import prepare
 

@@ -67,15 +67,15 @@ ONLY = {  # of the keys those that are for some actions
 
 def settings(words: list[str]) -> tuple[dict[str, Any], list[str], list[str]]:
     """Our own keys, checked; the overrides for every run; the words for sbatch."""
-    from muown_train.config.compose import check_overrides, parsed
-    from muown_train.config.instantiate import is_number, whole
+    from muown_train.config.overrides import check_overrides, parse_overrides
+    from muown_train.config.checks import is_number, check_int
     from muown_train.runtime.suggest import nearest
 
     flags = [word for word in words if word.startswith("-")]
     words = [word for word in words if not word.startswith("-")]
     own, further = dict(DEFAULTS), []
     check_overrides([word for word in words if not word.startswith("experiment=")])  # which are more than ours
-    for word, override in zip(words, parsed(words), strict=True):
+    for word, override in zip(words, parse_overrides(words), strict=True):
         if override.key_or_group == "series":
             own["series"] = word.partition("=")[2].strip("[]").split(",")
         elif override.is_sweep_override():
@@ -97,7 +97,7 @@ def settings(words: list[str]) -> tuple[dict[str, Any], list[str], list[str]]:
         raise ValueError(f"{flags[0]} is for sbatch, with action=submit; settings are key=value without dashes")
     for key in ("jobs", "points", "seeds", "ranks"):
         if own[key] is not None:
-            own[key] = whole(key, own[key], 1)
+            own[key] = check_int(key, own[key], 1)
     if own["mfu"] is not None and not (is_number(own["mfu"]) and 0 < own["mfu"] <= 1):
         raise ValueError(f"mfu={own['mfu']} must be above 0 and at most 1")
     own["out"] = str(own["out"])

@@ -73,7 +73,7 @@ def sample(arguments: argparse.Namespace) -> None:
         made: list[int] = []
         begun = time.monotonic()
         with saved.autocast(device):
-            new = stream(model, ids, arguments.tokens, saved.top.seq_len, sampling, seed, tokenizer.size)
+            new = stream(model, ids, arguments.tokens, saved.config.seq_len, sampling, seed, tokenizer.size)
             for piece in pieces(tokenizer.decode, until(tokenizer.end_of_text, new, made), ids if prompt else ()):
                 shown(piece)
         ended = ", the document's end" * (made[-1] == tokenizer.end_of_text)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from muown_train.config.instantiate import whole
+from muown_train.config.checks import check_int
 from muown_train.data.cache import fingerprint, prepared
 from muown_train.data.corpus import Part, print_line, with_ids
 from muown_train.data.hub.files import LEAST, HubFiles, Unit, open_hub
@@ -54,7 +54,7 @@ def hub_stream(
     there is a single file that cannot be split: training skips its first documents, as many as are used.
     """
     given = {"streams": streams, "shuffle": shuffle, "retries": retries}
-    streams, shuffle, retries = (whole(f"data.{key}", value, LEAST[key]) for key, value in given.items())
+    streams, shuffle, retries = (check_int(f"data.{key}", value, LEAST[key]) for key, value in given.items())
     encoder = load_tokenizer(str(tokenizer))
     check_vocabulary(encoder.name, encoder.size, vocab_size)
     hub = open_hub(path, name, split, text, revision, Retry(retries), progress)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from muown_train.config.instantiate import whole
+from muown_train.config.checks import check_int
 from muown_train.data.cache import fingerprint
 from muown_train.data.hub.files import LEAST
 from muown_train.data.shards.dataset import COUNTS, FORMAT, INDEX, PROGRESS
@@ -75,9 +75,9 @@ def _check(data: str, settings: Mapping[str, Any], tokens: int | None, valid_tok
         raise ValueError(f"data with the target {data} cannot be prepared; {', '.join(OPENERS)} can")
     for key, value in (("tokens", tokens), ("valid_tokens", valid_tokens), ("shard_tokens", shard_tokens)):
         if value is not None:
-            whole(key, value, 1)
+            check_int(key, value, 1)
     for key in LEAST.keys() & settings.keys():
-        whole(f"data.{key}", settings[key], LEAST[key])
+        check_int(f"data.{key}", settings[key], LEAST[key])
     if not settings.get("tokenizer"):
         raise ValueError("data.tokenizer is not set: give the path of a tokenizer.json or a hub name")
 
@@ -184,7 +184,7 @@ class _Shard:
         self._tokens = 0
 
     def fill(self, reader: Reader, room: int, whole: bool, report: Report) -> int:
-        """Write `room` tokens, or as many as there are; with `whole`, the document that reaches it is not cut."""
+        """Write `room` tokens, or as many as there are; with `check_int`, the document that reaches it is not cut."""
         waiting: list[np.ndarray] = []
         with TokenWriter(self._partial, self._dtype) as writer:
             while self._tokens < room and (piece := reader.take(None if whole else room - self._tokens)) is not None:

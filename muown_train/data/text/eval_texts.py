@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from muown_train.config.instantiate import factory
+from muown_train.config.instantiate import bind_target
 from muown_train.data import sources
 from muown_train.data.corpus import with_ids
 from muown_train.data.sources import FROM_RUN, TrainingData
@@ -42,9 +42,9 @@ def text_of(data: Mapping[str, Any], label: str | None, valid_tokens: int, cache
         label: key or column whose value is the source of a document. Without it each of up to 20 files is one.
 
     Raises:
-        ValueError: what the configuration cannot be; see `factory` and `data/sources.py`.
+        ValueError: what the configuration cannot be; see `bind_target` and `data/sources.py`.
     """
-    target = factory(data, "data", FROM_RUN)
+    target = bind_target(data, "data", FROM_RUN)
     if target.func is sources.files:
         return _of_files(label, **target.keywords)
     if label is not None:

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from muown_train.config.compose import given_in_name
+from muown_train.config.run_name import list_naming_overrides
 from muown_train.experiments.grid import Experiment, Reported, Series
 from muown_train.experiments.progress import Found, summary
 from muown_train.experiments.report.figures import FIGURES
@@ -341,5 +341,5 @@ def report(experiment: Experiment, found: Sequence[Found], further: Sequence[str
         there = {seed: number for seed, number in values.items() if number is not None}
         paper = experiment.paper.get(key, {}).get(lr)
         results.append(Result(runs[0].cell.series, value, lr, tuple(runs), there, paper))
-    settings = [setting for _, setting in given_in_name(list(further))]
+    settings = [setting for _, setting in list_naming_overrides(list(further))]
     return Report(experiment, tuple(results), tuple(settings))

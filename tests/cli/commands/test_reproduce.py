@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from muown_train.config.compose import composed
+from muown_train.config.compose import compose_config
 from muown_train.experiments.grid import load_experiment
 from muown_train.experiments.report.tables import rate
 from muown_train.experiments.slurm_queue import keep_job
@@ -76,7 +76,7 @@ def test_a_part_of_an_experiment(reproduce, tmp_path):
 def test_a_further_axis_is_set_as_a_command_line_would_set_it(scale):
     experiment = load_experiment("124m_weight_decay", scale).part(points=1)
     for cell in experiment.cells(["grad_clip=2"]):
-        composed_anew = OmegaConf.to_container(composed(list(cell.overrides)), resolve=True)
+        composed_anew = OmegaConf.to_container(compose_config(list(cell.overrides)), resolve=True)
         assert composed_anew == cell.config and cell.config["optim"]["weight_decay"] == cell.value
 
 
@@ -207,7 +207,7 @@ def test_help_names_the_experiments(reproduce):
 
 
 def test_the_grid_is_no_setting_of_a_run():
-    assert "experiment" not in composed(["experiment=1b"])
+    assert "experiment" not in compose_config(["experiment=1b"])
 
 
 def test_submitting(reproduce, tmp_path, monkeypatch):

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from muown_train.cli.commands import export_hf, import_hf
 from muown_train.cli.main import WRONG
-from muown_train.config.compose import composed
-from muown_train.config.instantiate import all_settings
+from muown_train.config.compose import compose_config
+from muown_train.config.instantiate import list_settings
 from muown_train.data.text.train_bpe import train_bpe
 from muown_train.runs.hf import llama, qwen2
 from muown_train.runs.hf.export import export
@@ -59,11 +59,11 @@ def test_a_llama_of_transformers(tmp_path, shard):
 def test_a_run_s_command_line_is_given_back_with_nothing_that_goes_without_saying():
     """Of a model of ours that was exported: what it was trained with, and no setting that has its value by itself."""
     for given in ([], ["model.dim=64"], ["model.dim=64", "+model.mlp_hidden=40"], ["+model.rope_base=10000.0"]):
-        settings = all_settings(dict(composed([*given, "model.seq_len=256"]).model), "model")
+        settings = list_settings(dict(compose_config([*given, "model.seq_len=256"]).model), "model")
         model = {"_target_": llama.TARGET} | llama.settings({"vocab_size": 4096} | llama.config(settings))
         assert training_settings(model) == ["model=tiny", *given]
     qwen = ["model=qwen2_0_5b", "model.mlp_hidden=64"]
-    settings = all_settings(dict(composed(qwen).model), "model")
+    settings = list_settings(dict(compose_config(qwen).model), "model")
     model = {"_target_": qwen2.TARGET} | qwen2.settings({"vocab_size": 151936} | qwen2.config(settings))
     assert training_settings(model) == qwen
 

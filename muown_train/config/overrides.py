@@ -1,0 +1,69 @@
+"""Words of a command line as overrides: `key=value` in Hydra's grammar, and what of it a run does not accept."""
+
+import re
+from collections.abc import Iterable
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+
+def parse_overrides(overrides: Iterable[str]) -> list[Override]:
+    """Parse words as Hydra understands them once `quote_text` has put quotes around plain text.
+
+    Raises:
+        HydraException: a word is no override.
+    """
+    return OverridesParser.create().parse_overrides(quote_text(overrides))
+
+
+def is_override(word: str) -> bool:
+    """Return whether Hydra's grammar accepts a word."""
+    try:
+        parse_overrides([word])
+    except HydraException:
+        return False
+    return True
+
+
+def quote_text(overrides: Iterable[str]) -> list[str]:
+    """Put quotes around values that are text but that Hydra's grammar cannot read.
+
+    Names of runs contain `=`, and names of files contain letters of any language.
+    """
+    quoted = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if re.fullmatch(r"[\w./+=@%~ *?,()-]+", value):
+            try:
+                OverridesParser.create().parse_override(override)
+            except HydraException:
+                override = f"{key}='{value}'"
+        quoted.append(override)
+    return quoted
+
+
+def check_overrides(overrides: Iterable[str]) -> None:
+    """Refuse to remove a key: Hydra would allow it, but no run can do without one.
+
+    Raises:
+        ValueError: naming the override.
+    """
+    for override in overrides:
+        if override.startswith("~"):
+            raise ValueError(f"{override}: settings cannot be removed, give another value")
+
+
+def check_trust(trust: Iterable[str], overrides: Iterable[str]) -> None:
+    """Refuse trusted names that a file brought along: only the person at the command line can trust code.
+
+    Args:
+        trust: the names in the composed configuration.
+        overrides: the words of the command line.
+
+    Raises:
+        ValueError: naming those that the command line does not give.
+    """
+    given = [override.value() for override in parse_overrides(overrides) if override.key_or_group == "trust"]
+    if list(trust) != (given[-1] if given else []):
+        raise ValueError(f"trust={list(trust)} counts only on the command line, which has trust={given}")

@@ -1,0 +1,119 @@
+"""A run from start to end: it resumes by itself, its folder says how it stands, and nobody else trains in it."""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from muown_train.config.schema import RunConfig
+from muown_train.data.sources import TrainingData
+from muown_train.data.text.tokenizer import TOKENIZER
+from muown_train.models.language_model import LanguageModel
+from muown_train.runs import manifest
+from muown_train.runs.metrics import Sink
+from muown_train.runs.status import Outcome, read_status, write_status
+from muown_train.runtime.atomic_files import replace
+from muown_train.runtime.redaction import redacted
+from muown_train.training.trainer import Trainer
+
+
+@dataclass
+class Run:
+    """A run ready to be trained, and what its summary needs."""
+
+    config: RunConfig
+    folder: Path
+    trainer: Trainer
+    model: LanguageModel  # not compiled
+    data: TrainingData
+    source_checkpoint: Path | None  # of another run, which this run goes on from
+    metadata: dict[str, Any]  # for the manifest; this and what follows only on the main rank
+    sinks: list[Sink]
+    lock: FileLock | None  # of the folder
+
+    def resume(self) -> Outcome | None:
+        """Load the newest checkpoint and, unless the run has ended, write the manifest and start the sinks.
+
+        The record of a run that has ended, or that this configuration cannot go on with, is left as it was. A
+        collective call.
+
+        Returns:
+            How the run ended before, if it did.
+        """
+        trainer = self.trainer
+        status = trainer.world.gather(read_status(self.folder))[0]
+        if status.get("state") == "diverged":
+            return Outcome("diverged", status["reason"])
+        if trainer.resume(self.source_checkpoint):
+            if status.get("state") != "finished":  # killed before it could say so
+                self._write_status(Outcome("finished"))
+            return Outcome("finished")
+        if trainer.world.is_main:
+            manifest.write(self.folder, self.config.to_dict(), self.metadata)
+            if self.data.tokenizer.raw is not None:  # for those who use the model
+                replace(self.folder / TOKENIZER, self.data.tokenizer.raw)
+            manifest.show(self.metadata, self.folder)
+            if trainer.step:
+                print(f"  going on after step {trainer.step:,}{self._describe_source()}", flush=True)
+            self._start_sinks()
+        return None
+
+    def train(self) -> Outcome:
+        """Train until the run has ended or is stopped, and write the status; a collective call."""
+        self._write_status(Outcome("running"))
+        try:
+            with self.trainer.stop:
+                outcome = self.trainer.fit()
+        except BaseException as error:
+            with suppress(OSError):  # the disk may be full, and the error says so
+                self._write_status(Outcome("failed", redacted(str(error)) or type(error).__name__))
+            raise
+        self._write_status(outcome)
+        return outcome
+
+    def close(self) -> None:
+        """End what runs in the background, give the terminal back, and release the folder."""
+        self.trainer.loader.close()
+        for sink in self.trainer.sinks:
+            sink.finish({})  # has no effect after the first time
+        if self.lock:
+            self.lock.release()
+
+    def _describe_source(self) -> str:
+        if not self.source_checkpoint:
+            return ""
+        level = self.config.schedule["level"]
+        start = "the full learning rate" if level == 1 else f"{level:g} times the learning rate"
+        return f" of {self.source_checkpoint}; the learning rate decays from {start} to 0"
+
+    def _start_sinks(self) -> None:
+        """Start the sinks. Checkpoints keep the id of the W&B run too, so that it survives the loss of its file."""
+        metadata, file = self.trainer.checkpoints.about, self.folder / "wandb_id"
+        if metadata["wandb_id"] and not file.exists():
+            replace(file, metadata["wandb_id"].encode())
+        self.trainer.sinks = self.sinks  # from here on `close` ends them, whatever happens
+        for sink in self.sinks:
+            sink.start(self.folder, self.config.to_dict(), self.trainer.settings.steps)
+        if file.exists():
+            metadata["wandb_id"] = file.read_text().strip()
+
+    def _write_status(self, outcome: Outcome) -> None:
+        if self.trainer.world.is_main:
+            write_status(self.folder, outcome, self.trainer.step, self.trainer.settings.steps)
+
+
+def lock_folder(folder: Path) -> FileLock:
+    """Make a run's folder and lock it for this process; the system releases the lock however the process ends.
+
+    Raises:
+        ValueError: another process trains there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f"{folder} is being trained by another process: wait for it, or give another name") from None
+    return lock
