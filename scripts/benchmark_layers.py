@@ -1,7 +1,7 @@
 """Time attention and the head with its loss, each written in several ways: `python scripts/benchmark_layers.py`.
 
 Forward and backward passes of 4096 tokens, in turns; printed are median milliseconds as Markdown. What is chosen by it:
-`LONGEST` and `BLOCK` of muown_train/models/attention.py, `CHUNK_LOGITS` of cross_entropy.py.
+`LONGEST` and `BLOCK` of muown_train/models/attention.py, `CHUNK_LOGITS` of loss.py.
 """
 
 import statistics
@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from muown_train.cli.main import Parser
-from muown_train.cli.process import script
+from muown_train.cli.errors import CommandParser
+from muown_train.cli.process import run_script
 from muown_train.models import attention
-from muown_train.models import loss as cross_entropy
+from muown_train.models import loss
 from muown_train.runtime.hardware import device_name
 
 TOKENS = 4096
@@ -44,7 +44,7 @@ def of_attention(length: int, dtype: torch.dtype, heads: int = 4, size: int = 64
 
     def blocks(least: int) -> Tensor:
         with patch.object(attention, "BLOCK", least):
-            return attention.by_blocks(q, k, v)
+            return attention.blockwise_attention(q, k, v)
 
     return {
         "scaled_dot_product_attention": partial(F.scaled_dot_product_attention, q, k, v, is_causal=True),
@@ -65,14 +65,14 @@ def of_head(vocab_size: int, dim: int, dtype: torch.dtype) -> dict[str, Callable
 
     def chunks(rows: int) -> Tensor:
         enabled = dtype == torch.bfloat16
-        with patch.object(cross_entropy, "chunk_rows", lambda *_: rows), torch.autocast("cpu", enabled=enabled):
-            return cross_entropy.linear_cross_entropy(x, weight, targets)
+        with patch.object(loss, "choose_chunk_rows", lambda *_: rows), torch.autocast("cpu", enabled=enabled):
+            return loss.linear_cross_entropy(x, weight, targets)
 
     return {"all logits": plain, **{f"{rows} rows": partial(chunks, rows) for rows in (256, 512, 768, 1024, 2048)}}
 
 
 def main() -> None:
-    parser = Parser(__doc__)
+    parser = CommandParser(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="passes of each way (default 7)")
     parser.add_argument("--threads", type=int, help="by default all cores")
     arguments = parser.parse_args()
@@ -93,4 +93,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    script(main)
+    run_script(main)

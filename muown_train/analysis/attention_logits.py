@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from muown_train.analysis.context import Subject
-from muown_train.models.attention import observed
+from muown_train.models.attention import observe_attention
 
 QUERIES = 128  # in a block: B h 128 T logits are there at once, and never B h T^2
 
@@ -32,7 +32,7 @@ def largest_logits(subject: Subject, rows: Tensor) -> list[Tensor]:
     largest: list[Tensor] = []
     for part in torch.split(rows, subject.micro_batch):
         found: list[Tensor] = []
-        with observed(lambda q, k, scale, found=found: found.append(largest_logit(q, k, scale))):  # type: ignore[misc]
+        with observe_attention(lambda q, k, scale, found=found: found.append(largest_logit(q, k, scale))):  # type: ignore[misc]
             subject.forward(part)
         largest = [torch.maximum(*pair) for pair in zip(largest, found, strict=True)] if largest else found
     if not largest:

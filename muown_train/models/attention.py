@@ -1,8 +1,8 @@
-"""Causal attention by the faster of two ways.
+"""Causal attention by the faster of two implementations, and the cache of keys and values for generating text.
 
-As a rule `scaled_dot_product_attention`, FlashAttention on GPUs. On CPUs in bfloat16, where its kernel is far
-from the rate of a plain product, blocks of queries against the keys that they may see: two batched products each, with
-the probabilities kept for the backward pass. (Measured: docs/performance.md.)
+The usual implementation is `scaled_dot_product_attention`, which is FlashAttention on GPUs. On CPUs in bfloat16 its
+kernel is far slower than a plain matrix product. There, blocks of queries attend to the keys that they may see, with
+two batched products each, and the probabilities are kept for the backward pass. (Measured: docs/performance.md.)
 """
 
 import math
@@ -13,19 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 128  # least number of queries in a block; at most four blocks, as larger ones waste less on starting products
-LONGEST = 2048  # up to which blocks are faster; the probabilities kept are 5/8 B h T^2 numbers
+BLOCK = 128  # least number of queries in a block; there are at most four, since fewer products start faster
+LONGEST = 2048  # longest input for which blocks are faster; the probabilities kept are 5/8 B h T^2 numbers
 
 
-Observer = Callable[[Tensor, Tensor, float], None]  # of q, k (B, h, T, d) and the scale of their products
-_observer: Observer | None = None  # a compiled model is compiled for its absence
+Observer = Callable[[Tensor, Tensor, float], None]  # takes q and k (B, h, T, d) and the scale of their products
+_observer: Observer | None = None  # a model that is compiled while this is None never calls an observer
 
 
 @contextmanager
-def observed(by: Observer) -> Iterator[None]:
-    """Meanwhile `by` is shown what each call of `causal_attention` multiplies; of a model, layer by layer."""
+def observe_attention(observer: Observer) -> Iterator[None]:
+    """Show `observer` what each call of `causal_attention` multiplies, layer by layer, until the context ends."""
     global _observer
-    _observer = by
+    _observer = observer
     try:
         yield
     finally:
@@ -33,43 +33,81 @@ def observed(by: Observer) -> Iterator[None]:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """softmax(scale q k^T) v over the keys up to each query's own; all (B, h, T, d) of one dtype.
+    """Return softmax(scale q k^T) v over the keys up to each query's own; all are (B, h, T, d) of one dtype.
 
     Args:
-        scale: by default 1 / sqrt(d).
+        scale: the factor of q k^T, by default 1 / sqrt(d).
     """
     if _observer is not None:
         _observer(q, k, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    if wants_blocks(q.device.type, q.dtype, q.shape[2]):
-        return by_blocks(q, k, v, scale)
+    if prefers_blocks(q.device.type, q.dtype, q.shape[2]):
+        return blockwise_attention(q, k, v, scale)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
 
-def wants_blocks(device: str, dtype: torch.dtype, length: int) -> bool:
-    """Whether blocks are the faster way, on a device of this type."""
-    return device == "cpu" and dtype == torch.bfloat16 and length <= LONGEST
+def prefers_blocks(device_type: str, dtype: torch.dtype, length: int) -> bool:
+    """Return whether blocks of queries are the faster way on a device of this type."""
+    return device_type == "cpu" and dtype == torch.bfloat16 and length <= LONGEST
 
 
-def blocks(length: int) -> list[tuple[int, int]]:
-    """Where each block of queries starts and ends, which is also the end of the keys that it sees."""
+def split_into_blocks(length: int) -> list[tuple[int, int]]:
+    """Return where each block of queries starts and ends; the keys that it sees end there too."""
     size = min(length, max(BLOCK, math.ceil(length / 4)))
     return [(start, min(length, start + size)) for start in range(0, length, size)]
 
 
-def by_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """The same by blocks of queries; scores and probabilities are in q's dtype, the softmax computes in float32."""
+def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """Compute `causal_attention` by blocks of queries.
+
+    Scores and probabilities have q's dtype; the softmax computes in float32.
+    """
     B, h, T, d = q.shape
     scale = 1 / math.sqrt(d) if scale is None else scale
     q, k, v = (x.reshape(B * h, T, d) for x in (q, k, v))
-    spans = blocks(T)
-    size = spans[0][1]  # of all but the last, which may be smaller
-    width = size * len(spans)
-    # the last block's mask; earlier ones see a part of it, moved to the left
+    blocks = split_into_blocks(T)
+    size = blocks[0][1]  # the last block may be smaller
+    width = size * len(blocks)
+    # this is the last block's mask; earlier blocks use a part of it, shifted to the left
     mask = torch.full((size, width), -math.inf, dtype=q.dtype).triu(width - size + 1)
-    parts = []
-    for start, end in spans:
+    outputs = []
+    for start, end in blocks:
         first = width - size - start
-        seen = mask[: end - start, first : first + end]
-        scores = torch.baddbmm(seen, q[:, start:end], k[:, :end].mT, alpha=scale)  # (B h, t, end)
-        parts.append(torch.softmax(scores, dim=-1) @ v[:, :end])
-    return torch.cat(parts, dim=1).view(B, h, T, d)
+        block_mask = mask[: end - start, first : first + end]
+        scores = torch.baddbmm(block_mask, q[:, start:end], k[:, :end].mT, alpha=scale)  # (B h, t, end)
+        outputs.append(torch.softmax(scores, dim=-1) @ v[:, :end])
+    return torch.cat(outputs, dim=1).view(B, h, T, d)
+
+
+class KeyValueCache:
+    """The keys and values of all tokens that a model has read, for each layer; each forward pass adds its own.
+
+    With a cache, a model that continues a text does not read the earlier tokens again.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def length(self) -> int:
+        """The number of positions that earlier forward passes have added; layer 0 is the first to change it."""
+        return self.layers[0][0].shape[2] if self.layers else 0
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the keys and values (B, h, T, d) of T further positions, and return all of them, (B, h, P + T, d)."""
+        if layer in self.layers:
+            earlier_k, earlier_v = self.layers[layer]
+            k, v = torch.cat((earlier_k, k), dim=2), torch.cat((earlier_v, v), dim=2)
+        self.layers[layer] = k, v
+        return k, v
+
+
+def cached_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """Return the attention of the last T of P + T positions, each to the keys up to its own.
+
+    Args:
+        q: (B, h, T, d); k, v: (B, h, P + T, d).
+        scale: the factor of q k^T, by default 1 / sqrt(d).
+    """
+    T, all_positions = q.shape[2], k.shape[2]
+    mask = None if T == 1 else torch.ones(T, all_positions, dtype=torch.bool, device=q.device).tril(all_positions - T)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)

@@ -1,8 +1,8 @@
 """GPT as in the Muown paper: RoPE, RMSNorm, SwiGLU, tied embeddings, no biases (appendix "Experimental Details").
 
 What the paper leaves open follows the code its runs used: rotation base 500000, norm epsilon 1e-6, hidden size of the
-MLP 8/3 of the width rounded up to a multiple of 256, q, k, v one fused matrix of 3 D rows, gate and up one of 2 H rows.
-The layout of heads and of the rotation is that of Llama in `transformers`, so that weights can be exchanged.
+MLP 8/3 of the width rounded up to a multiple of 256, q, k and v fused into one matrix of 3 D rows, gate and up into one
+of 2 H rows. Heads and the rotation are laid out as in Llama of `transformers`, so that weights can be exchanged.
 """
 
 import math
@@ -12,19 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from muown_train.models.attention import causal_attention
-from muown_train.models.kv_cache import KeyValueCache, attention_after
-from muown_train.models.language_model import LanguageModel, check_heads, check_positive, check_sizes
+from muown_train.config.checks import check_positive
+from muown_train.models.attention import KeyValueCache, cached_attention, causal_attention
+from muown_train.models.language_model import LanguageModel, check_heads, check_sizes
 from muown_train.models.loss import linear_cross_entropy
 
 
-def mlp_hidden_size(dim: int, multiple: int = 256) -> int:
-    """8/3 of the width, rounded up to a multiple of 256."""
+def compute_mlp_hidden(dim: int, multiple: int = 256) -> int:
+    """Return 8/3 of the width, rounded up to a multiple of 256."""
     return multiple * math.ceil(8 * dim / 3 / multiple)
 
 
-def rotary_table(head_dim: int, seq_len: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE (Su et al. 2021), each (T, head_dim), halves repeated ("rotate half")."""
+def build_rotary_table(head_dim: int, seq_len: int, base: float) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of RoPE (Su et al. 2021), each (T, head_dim), halves repeated ("rotate half")."""
     frequencies = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies)  # (T, head_dim / 2)
     angles = torch.cat((angles, angles), dim=-1)
@@ -38,7 +38,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class FusedLinear(nn.Linear):
-    """Several matrices of one input in one, without bias; `row_blocks` are the rows of each."""
+    """Several linear layers without bias that share their input, as one matrix; `row_blocks` are the rows of each."""
 
     def __init__(self, dim: int, row_blocks: tuple[int, ...]) -> None:
         super().__init__(dim, sum(row_blocks), bias=False)
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         B, T, D = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)  # (B, h, T, d)
         q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
-        y = causal_attention(q, k, v) if cache is None else attention_after(q, *cache.extend(self.layer, k, v))
+        y = causal_attention(q, k, v) if cache is None else cached_attention(q, *cache.extend(self.layer, k, v))
         out: Tensor = self.out(y.transpose(1, 2).reshape(B, T, D))
         return out
 
@@ -100,12 +100,12 @@ class GPT(LanguageModel):
         vocab_size: rows of the embedding; at least the tokenizer's size.
         layers, dim, heads: depth, width D, attention heads; heads divides dim into heads of even size.
         seq_len: longest input T.
-        mlp_hidden: inner size of the MLP, `mlp_hidden_size(dim)` if None.
-        rope_base, norm_eps: see the module.
+        mlp_hidden: inner size of the MLP, `compute_mlp_hidden(dim)` if None.
+        rope_base, norm_eps: rotation base and epsilon of the norms, see the module's docstring.
         activation_checkpointing: number of blocks, from the first on, that keep only their input for the backward
             pass, which computes their activations again: less memory for more work, with the same results.
-        init_std: deviation of embeddings and matrices at first (those that write into the residual stream have it
-            divided by sqrt(2 layers)); gains are one.
+        init_std: standard deviation of embeddings and matrices at initialisation, divided by sqrt(2 layers) for
+            matrices that write into the residual stream; gains start at one.
 
     Raises:
         ValueError: a size below 1, a number that is not above 0, a width that the heads do not divide, or an
@@ -126,7 +126,7 @@ class GPT(LanguageModel):
         init_std: float = 0.02,
     ) -> None:
         super().__init__()
-        hidden = mlp_hidden_size(dim) if mlp_hidden is None else mlp_hidden
+        hidden = compute_mlp_hidden(dim) if mlp_hidden is None else mlp_hidden
         check_sizes(vocab_size=vocab_size, layers=layers, dim=dim, heads=heads, seq_len=seq_len, mlp_hidden=hidden)
         check_heads(dim, heads)
         count = activation_checkpointing
@@ -134,22 +134,19 @@ class GPT(LanguageModel):
             raise ValueError(
                 f"model.activation_checkpointing={count!r} must be a whole number of blocks, 0 to {layers}"
             )
-        check_positive(rope_base=rope_base, norm_eps=norm_eps, init_std=init_std)
+        for key, value in (("rope_base", rope_base), ("norm_eps", norm_eps), ("init_std", init_std)):
+            check_positive(f"model.{key}", value)
         self.activation_checkpointing, self.init_std = activation_checkpointing, init_std
         self.vocab_size, self.layers, self.dim, self.seq_len = vocab_size, layers, dim, seq_len
         self.embedding = nn.Embedding(vocab_size, dim)
         self.blocks = nn.ModuleList(Block(dim, heads, hidden, norm_eps, i) for i in range(layers))
         self.norm = nn.RMSNorm(dim, eps=norm_eps)
-        cos, sin = rotary_table(dim // heads, seq_len, rope_base)
-        self.cos: Tensor
-        self.sin: Tensor
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self.register_rotary_table(*build_rotary_table(dim // heads, seq_len, rope_base))
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw embeddings and matrices from normal distributions, see `init_std`."""
+        """Draw embeddings and matrices from normal distributions; `init_std` gives their deviations."""
         std = self.init_std
         nn.init.normal_(self.embedding.weight, std=std)
         for block in self.blocks:
@@ -160,9 +157,9 @@ class GPT(LanguageModel):
                 nn.init.normal_(out.weight, std=std / math.sqrt(2 * self.layers))
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        here = self.positions(inputs, cache)
+        positions = self.find_positions(inputs, cache)
         x = self.embedding(inputs)  # (B, T, D)
-        cos, sin = self.cos[here], self.sin[here]
+        cos, sin = self.cos[positions], self.sin[positions]
         recomputed_blocks = self.activation_checkpointing if torch.is_grad_enabled() else 0
         for i, block in enumerate(self.blocks):
             if i < recomputed_blocks:  # blocks draw no random numbers, so there is no generator state to preserve
@@ -173,8 +170,3 @@ class GPT(LanguageModel):
         if targets is None:
             return F.linear(x, self.embedding.weight)
         return linear_cross_entropy(x.flatten(0, 1), self.embedding.weight, targets.flatten())
-
-    def flops_per_token(self) -> float:
-        # the tied embedding multiplies once, as the head
-        multiplying = sum(p.numel() for p in self.parameters() if p.ndim == 2)
-        return 6.0 * multiplying + 12.0 * self.layers * self.dim * self.seq_len

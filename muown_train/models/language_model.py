@@ -1,53 +1,82 @@
-"""What the trainer and the builder ask of a model, whatever its architecture."""
+"""What the trainer and other rooms may expect of a model, whatever its architecture; and how one is built."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from muown_train.config.checks import is_number
-from muown_train.models.kv_cache import KeyValueCache
+from muown_train.config.instantiate import bind_target
+from muown_train.models.attention import KeyValueCache
 
 
 class LanguageModel(nn.Module):
     """A causal language model.
 
-    `row_blocks` on a layer of its own declares the rows of a fused matrix, `role` that its weight is no plain matrix
-    (see `muown_train.optim.parameter_roles`).
+    A layer may have the attributes `row_blocks`, the rows of each part of a fused matrix, and `role`, which says that
+    its weight is no plain matrix (see `muown_train.optim.param_groups`).
     """
 
     vocab_size: int  # rows of the embedding, at least the tokenizer's size
     seq_len: int  # longest input
-    layers: int  # blocks
+    layers: int  # number of blocks
     dim: int  # width of the residual stream, and of all heads of attention together
     activation_checkpointing: int = 0  # number of blocks that recompute their activations in the backward pass
-    softcap: float | None = None  # of the logits, see `cross_entropy.softcapped`
+    softcap: float | None = None  # bound of the logits, see `loss.softcap_logits`
+    tied_embeddings: bool = True  # the weights of the embedding are those of the head
+    cos: Tensor  # (seq_len, head_dim), see `register_rotary_table`
+    sin: Tensor
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        """Logits (B, T, vocab_size), or with targets (B, T) the summed cross-entropy in nats, a float32 scalar.
+        """Return logits (B, T, vocab_size), or with targets (B, T) the summed cross-entropy in nats, a float32 scalar.
 
-        Targets of -100 do not count, as in torch's cross-entropy. With a cache the inputs continue what it has seen,
-        and are added to it. T, with what the cache has seen, may be anything up to seq_len.
+        Targets of -100 do not count, as in torch's cross-entropy. With a cache the inputs continue what it holds and
+        are added to it. T plus the length of the cache may be at most seq_len.
         """
         raise NotImplementedError
 
-    def positions(self, inputs: Tensor, cache: KeyValueCache | None) -> slice:
-        """Where inputs (B, T) stand: behind what the cache has seen."""
+    def find_positions(self, inputs: Tensor, cache: KeyValueCache | None) -> slice:
+        """Return the positions of inputs (B, T), which follow those in the cache."""
         start = cache.length if cache is not None else 0
         end = start + inputs.shape[1]
         assert end <= self.seq_len, f"input of {end} tokens, model.seq_len is {self.seq_len}"
         return slice(start, end)
 
-    def flops_per_token(self) -> float:
-        """Floating-point operations of one token's forward and backward at T = seq_len.
+    def register_rotary_table(self, cos: Tensor, sin: Tensor) -> None:
+        """Keep the cosines and sines of the rotary embedding as buffers, which checkpoints leave out."""
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
-        6 per weight that multiplies and 12 layers D T for attention, the convention of PaLM (Chowdhery et al. 2022,
-        appendix B), which does not discount the causal mask.
+    def flops_per_token(self) -> float:
+        """Return the floating-point operations of one token's forward and backward pass at T = seq_len.
+
+        They are 6 for each weight that multiplies and 12 layers D T for attention, the convention of PaLM (Chowdhery
+        et al. 2022, appendix B), which does not discount the causal mask. A tied embedding multiplies once, as the
+        head; one of its own is only looked up.
         """
-        raise NotImplementedError
+        multiplying = sum(p.numel() for p in self.parameters() if p.ndim == 2)
+        if not self.tied_embeddings:
+            multiplying -= self.vocab_size * self.dim
+        return 6.0 * multiplying + 12.0 * self.layers * self.dim * self.seq_len
+
+
+def build_model(settings: Mapping[str, Any], seq_len: int, trust: Sequence[str] = ()) -> LanguageModel:
+    """Build the model that the `model` section of a configuration describes.
+
+    Args:
+        seq_len: length of the rows that the model is to read.
+        trust: targets that are allowed besides those of the package, see `bind_target`.
+
+    Raises:
+        ValueError: a setting is wrong, or the model reads fewer than `seq_len` tokens.
+    """
+    model: LanguageModel = bind_target(settings, "model", trust=trust)()
+    if model.seq_len < seq_len:
+        raise ValueError(f"model.seq_len={model.seq_len} is shorter than seq_len={seq_len}, the rows it is to train on")
+    return model
 
 
 def check_sizes(**sizes: object) -> None:
-    """Refuse sizes of a model that are no positive integers.
+    """Refuse sizes of a model that are no positive integers; 768.0 is none, since sizes are stored as they are given.
 
     Raises:
         ValueError: naming the setting.
@@ -57,19 +86,8 @@ def check_sizes(**sizes: object) -> None:
             raise ValueError(f"model.{name}={size!r} must be a positive integer")
 
 
-def check_positive(**numbers: Any) -> None:
-    """Refuse numbers of a model that are not above 0 and finite.
-
-    Raises:
-        ValueError: naming the setting.
-    """
-    for name, number in numbers.items():
-        if not is_number(number) or number <= 0:
-            raise ValueError(f"model.{name}={number!r} must be above 0")
-
-
 def check_heads(dim: int, heads: int) -> None:
-    """Refuse a width that heads of even size, which can be rotated, do not divide.
+    """Refuse a width that does not split into heads of even size; a head of odd size cannot be rotated.
 
     Raises:
         ValueError: naming both.

@@ -1,8 +1,9 @@
 """Qwen2 (Yang et al. 2024, arXiv 2407.10671): the model of `transformers`, built from sizes; nothing is downloaded.
 
-Grouped-query attention with biases on q, k and v, which are matrices of their own, RMSNorm, SwiGLU, RoPE, embeddings
-tied. Only the modules are theirs. The loss is ours, which never holds all logits, and so is the attention: theirs makes
-a mask (T, T) when it is compiled (transformers 5.24 with torch before 2.14), which FlashAttention does not take.
+Qwen2 has grouped-query attention with biases on q, k and v, which are separate matrices, RMSNorm, SwiGLU, RoPE and tied
+embeddings. The modules are those of `transformers`. The loss is ours, since it never holds all logits. The attention is
+ours too: when theirs is compiled it makes a mask (T, T) (transformers 5.24 with torch before 2.14), which
+FlashAttention does not take.
 """
 
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from muown_train.models.attention import causal_attention
-from muown_train.models.kv_cache import KeyValueCache, attention_after
-from muown_train.models.language_model import LanguageModel, check_heads, check_positive, check_sizes
+from muown_train.config.checks import check_positive
+from muown_train.models.attention import KeyValueCache, cached_attention, causal_attention
+from muown_train.models.language_model import LanguageModel, check_heads, check_sizes
 from muown_train.models.loss import linear_cross_entropy
 
 try:
@@ -20,25 +21,28 @@ try:
 except ImportError as error:
     raise ImportError(f"Qwen2 needs transformers: pip install -e '.[qwen2]' ({error})") from None
 
-OURS = "muown_train"  # the name of this attention among theirs
+ATTENTION_NAME = "muown_train"  # the name of our attention in the register of transformers
 
 
 def _attention(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """q (B, h, T, d); k, v of fewer heads, and of more positions if there is a cache -> (B, T, h, d), no weights."""
+    """Compute attention in the form that transformers calls; no attention weights are returned.
+
+    q is (B, h, T, d); k and v have fewer heads, and more positions if there is a cache. The result is (B, T, h, d).
+    """
     shared = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
-    y = (causal_attention if k.shape[2] == q.shape[2] else attention_after)(q, k, v, scaling)
+    y = (causal_attention if k.shape[2] == q.shape[2] else cached_attention)(q, k, v, scaling)
     return y.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(OURS, _attention)
-AttentionMaskInterface.register(OURS, lambda *_, **__: None)
+AttentionInterface.register(ATTENTION_NAME, _attention)
+AttentionMaskInterface.register(ATTENTION_NAME, lambda *_, **__: None)
 
 
 class Qwen2(LanguageModel):
-    """Language model with tied embeddings; `.qwen2` is the Qwen2ForCausalLM.
+    """Language model with tied embeddings; its attribute `qwen2` is the Qwen2ForCausalLM of transformers.
 
     Args:
         vocab_size: rows of the embedding; at least the tokenizer's size.
@@ -46,10 +50,10 @@ class Qwen2(LanguageModel):
         kv_heads: heads of keys and values; divides heads.
         mlp_hidden: inner size of the MLP.
         seq_len: longest input T.
-        rope_base: of the rotation; 10000 as in the Muown paper and the first phase of Qwen2's pre-training. (The
+        rope_base: base of the rotation; 10000 as in the Muown paper and the first phase of Qwen2's pre-training. (The
             published model has 1000000.)
-        norm_eps: of the norms.
-        init_std: deviation of embeddings and matrices at first; biases are zero, gains one.
+        norm_eps: epsilon of the norms.
+        init_std: standard deviation of embeddings and matrices at initialisation; biases start at zero, gains at one.
 
     Raises:
         ValueError: a size below 1, a number that is not above 0, or heads that do not divide.
@@ -72,13 +76,14 @@ class Qwen2(LanguageModel):
         check_sizes(vocab_size=vocab_size, layers=layers, dim=dim, heads=heads, kv_heads=kv_heads)
         check_sizes(mlp_hidden=mlp_hidden, seq_len=seq_len)
         check_heads(dim, heads)
-        check_positive(rope_base=rope_base, norm_eps=norm_eps, init_std=init_std)
+        for key, value in (("rope_base", rope_base), ("norm_eps", norm_eps), ("init_std", init_std)):
+            check_positive(f"model.{key}", value)
         if heads % kv_heads:
             raise ValueError(f"model.kv_heads={kv_heads} must divide model.heads={heads}")
         self.vocab_size, self.layers, self.dim, self.seq_len = vocab_size, layers, dim, seq_len
-        named: dict[str, Any] = {
-            "attn_implementation": OURS,
-            "rope_theta": rope_base,  # before transformers 5, and since:
+        other_settings: dict[str, Any] = {
+            "attn_implementation": ATTENTION_NAME,
+            "rope_theta": rope_base,  # the key before transformers 5; the next one since
             "rope_parameters": {"rope_type": "default", "rope_theta": rope_base},
         }
         config = Qwen2Config(
@@ -92,28 +97,23 @@ class Qwen2(LanguageModel):
             rms_norm_eps=norm_eps,
             initializer_range=init_std,
             tie_word_embeddings=True,
-            **named,
+            **other_settings,
         )
         self.qwen2 = Qwen2ForCausalLM(config)
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        self.positions(inputs, cache)
-        theirs = None if cache is None else _Cache(cache)
-        # by position: their name of the cache's argument differs between versions
-        x = self.qwen2.model(inputs, None, None, theirs, use_cache=cache is not None)[0]  # (B, T, D)
+        self.find_positions(inputs, cache)  # refuses an input that is too long
+        their_cache = None if cache is None else _Cache(cache)
+        # the cache is passed by position, since the name of its argument differs between versions of transformers
+        x = self.qwen2.model(inputs, None, None, their_cache, use_cache=cache is not None)[0]  # (B, T, D)
         weight = self.qwen2.lm_head.weight
         if targets is None:
             return F.linear(x, weight)
         return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten())
 
-    def flops_per_token(self) -> float:
-        # the tied embedding multiplies once, as the head
-        multiplying = sum(p.numel() for p in self.parameters() if p.ndim == 2)
-        return 6.0 * multiplying + 12.0 * self.layers * self.dim * self.seq_len
-
 
 class _Cache(DynamicCache):
-    """A cache of theirs for one forward pass, filled from ours, which gets what is added."""
+    """A cache of transformers for one forward pass: it starts as a copy of ours and passes on what is added to it."""
 
     def __init__(self, ours: KeyValueCache) -> None:
         super().__init__()
@@ -124,6 +124,6 @@ class _Cache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        whole: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        self.ours.layers[layer_idx] = whole
-        return whole
+        extended: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.ours.layers[layer_idx] = extended
+        return extended

@@ -2,8 +2,8 @@
 
 github.com/KellerJordan/modded-nanogpt, records/track_1_short/2024-10-10_Muon: heads of 64, RMSNorm without gains, GELU
 MLP of 4 D, the attention branch times 1 / sqrt(2 layers), tied embeddings, no biases, PyTorch's initialisation of
-linear layers, which the tied embedding takes too. The record rotates the other way round, by -t: the same model with
-the halves of every head of q and k exchanged, which neither the initialisation nor the optimizers can tell apart.
+linear layers, also for the tied embedding. The record rotates the other way round, by -t. That is the same model with
+the halves of every head of q and k exchanged, a difference that neither the initialisation nor the optimizers see.
 """
 
 import math
@@ -11,14 +11,15 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from muown_train.models.gpt import Attention, rotary_table
-from muown_train.models.kv_cache import KeyValueCache
-from muown_train.models.language_model import LanguageModel, check_positive, check_sizes
+from muown_train.config.checks import check_positive
+from muown_train.models.attention import KeyValueCache
+from muown_train.models.gpt import Attention, build_rotary_table
+from muown_train.models.language_model import LanguageModel, check_sizes
 from muown_train.models.loss import linear_cross_entropy
 
 
 class MLP(nn.Module):
-    """out(gelu(up(x))), 4 D inside: (B, T, D) -> (B, T, D)."""
+    """out(gelu(up(x))) of inner size 4 D: (B, T, D) -> (B, T, D)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class Block(nn.Module):
 
 
 def rms_norm(x: Tensor, eps: float) -> Tensor:
-    """x over the root of its mean square, along the last dimension."""
+    """Divide x by the root of its mean square along the last dimension."""
     return F.rms_norm(x, x.shape[-1:], eps=eps)
 
 
@@ -57,8 +58,8 @@ class Speedrun(LanguageModel):
         vocab_size: rows of the embedding; at least the tokenizer's size.
         layers, dim: depth, width D.
         seq_len: longest input T.
-        head_dim: size of a head, of which there are as many as D holds.
-        rope_base, norm_eps: as in the record.
+        head_dim: size of a head; there are D / head_dim heads.
+        rope_base, norm_eps: rotation base and epsilon of the norms; the defaults are those of the record.
 
     Raises:
         ValueError: a size below 1, a number that is not above 0, heads of odd size, or a width that is no multiple of
@@ -77,7 +78,8 @@ class Speedrun(LanguageModel):
     ) -> None:
         super().__init__()
         check_sizes(vocab_size=vocab_size, layers=layers, dim=dim, seq_len=seq_len, head_dim=head_dim)
-        check_positive(rope_base=rope_base, norm_eps=norm_eps)
+        check_positive("model.rope_base", rope_base)
+        check_positive("model.norm_eps", norm_eps)
         if dim % head_dim or head_dim % 2:
             raise ValueError(f"model.dim={dim} must be a multiple of model.head_dim={head_dim}, which must be even")
         self.vocab_size, self.layers, self.dim, self.seq_len = vocab_size, layers, dim, seq_len
@@ -85,23 +87,17 @@ class Speedrun(LanguageModel):
         scale = 1 / math.sqrt(2 * layers)
         self.embedding = nn.Embedding(vocab_size, dim)
         self.blocks = nn.ModuleList(Block(dim, dim // head_dim, scale, norm_eps, i) for i in range(layers))
-        cos, sin = rotary_table(head_dim, seq_len, rope_base)
-        self.cos: Tensor
-        self.sin: Tensor
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
-        nn.init.kaiming_uniform_(self.embedding.weight, a=math.sqrt(5))  # a linear layer's, not N(0, 1) of embeddings
+        self.register_rotary_table(*build_rotary_table(head_dim, seq_len, rope_base))
+        # the initialisation of a linear layer, in place of an embedding's N(0, 1)
+        nn.init.kaiming_uniform_(self.embedding.weight, a=math.sqrt(5))
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        here = self.positions(inputs, cache)
+        positions = self.find_positions(inputs, cache)
         x = self.embedding(inputs)  # (B, T, D)
+        cos, sin = self.cos[positions], self.sin[positions]
         for block in self.blocks:
-            x = block(x, self.cos[here], self.sin[here], cache)
+            x = block(x, cos, sin, cache)
         x = rms_norm(x, self.norm_eps)
         if targets is None:
             return F.linear(x, self.embedding.weight)
         return linear_cross_entropy(x.flatten(0, 1), self.embedding.weight, targets.flatten())
-
-    def flops_per_token(self) -> float:
-        multiplying = sum(p.numel() for p in self.parameters())  # the tied embedding once, as the head
-        return 6.0 * multiplying + 12.0 * self.layers * self.dim * self.seq_len

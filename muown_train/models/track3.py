@@ -1,9 +1,10 @@
 """The GPT of Track 3 of modded-nanogpt, a benchmark of optimizers that fixes data, batch and architecture.
 
 github.com/KellerJordan/modded-nanogpt, records/track_3_optimization: heads of 128 whose queries and keys are
-normalised, RoPE on half of each head, relu^2 MLP of 4 D, RMSNorm with gains (of the embedding too), biases everywhere,
-an untied head with capped logits. The embedding's weights are bfloat16 themselves, and updated as such. In float32 the
-whole forward pass is; under autocast the residual stream is bfloat16, as there.
+normalised, RoPE on half of each head, relu^2 MLP of 4 D, RMSNorm with gains (after the embedding too), biases
+everywhere, an untied head with capped logits. The embedding's weights are bfloat16 themselves and are updated as such.
+Without autocast the whole forward pass is in float32; under autocast the residual stream is bfloat16, as in the
+benchmark.
 """
 
 import math
@@ -12,21 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from muown_train.models.attention import causal_attention
+from muown_train.models.attention import KeyValueCache, cached_attention, causal_attention
 from muown_train.models.gpt import rotate
-from muown_train.models.kv_cache import KeyValueCache, attention_after
 from muown_train.models.language_model import LanguageModel, check_sizes
-from muown_train.models.loss import linear_cross_entropy, softcapped
+from muown_train.models.loss import linear_cross_entropy, softcap_logits
 
 ATTENTION_SCALE = 0.12  # of q k^T, in place of 1 / sqrt(128) = 0.088
-LOWEST_FREQUENCY = 1 / 1024  # radians per token, of the half of each head that is rotated
-NORM_EPS = torch.finfo(torch.float32).eps  # torch's own default
+LOWEST_FREQUENCY = 1 / 1024  # radians per token, in the half of each head that is rotated
+NORM_EPS = torch.finfo(torch.float32).eps  # torch's default for RMSNorm
 
 
-def half_rotary_table(head_dim: int, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for `rotate`, each (T, head_dim): of head_dim / 2 pairs the second half do not turn.
+def build_half_rotary_table(head_dim: int, seq_len: int) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines for `rotate`, each (T, head_dim); the second half of the head_dim / 2 pairs stay as is.
 
-    The angles are negative, which turns as the benchmark's code does.
+    The angles are negative, so that pairs turn in the direction of the benchmark's code.
     """
     count = head_dim // 4
     turning = LOWEST_FREQUENCY ** (torch.arange(count, dtype=torch.float32) / max(1, count - 1))
@@ -36,7 +36,7 @@ def half_rotary_table(head_dim: int, seq_len: int) -> tuple[Tensor, Tensor]:
 
 
 class RMSNorm(nn.RMSNorm):
-    """With gains, in the dtype of its input, whatever autocast would make of it."""
+    """RMSNorm with gains that computes in the dtype of its input, also under autocast."""
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim, eps=NORM_EPS)
@@ -61,7 +61,7 @@ class Attention(nn.Module):
         if cache is None:
             y = causal_attention(q, k, v, ATTENTION_SCALE)
         else:
-            y = attention_after(q, *cache.extend(self.layer, k, v), ATTENTION_SCALE)
+            y = cached_attention(q, *cache.extend(self.layer, k, v), ATTENTION_SCALE)
         out: Tensor = self.out(y.transpose(1, 2).reshape(B, T, D))
         return out
 
@@ -108,6 +108,7 @@ class Track3(LanguageModel):
     """
 
     softcap = 15.0
+    tied_embeddings = False
 
     def __init__(
         self, vocab_size: int = 50304, layers: int = 12, dim: int = 768, heads: int = 6, seq_len: int = 1024
@@ -122,16 +123,16 @@ class Track3(LanguageModel):
         self.blocks = nn.ModuleList(Block(dim, heads, i) for i in range(layers))
         self.norm = RMSNorm(dim)
         self.head = nn.Linear(dim, vocab_size)
-        cos, sin = half_rotary_table(dim // heads, seq_len)
-        self.cos: Tensor
-        self.sin: Tensor
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self.register_rotary_table(*build_half_rotary_table(dim // heads, seq_len))
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Embedding N(0, 1); what writes into the residual stream, and the head, zero; others sqrt(0.33 / fan-in)."""
+        """Set the initial weights.
+
+        The embedding is N(0, 1). The head and the matrices that write into the residual stream are zero. The other
+        matrices have the standard deviation sqrt(0.33 / fan-in), and biases are zero.
+        """
         nn.init.normal_(self.embedding.weight)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -145,23 +146,19 @@ class Track3(LanguageModel):
             nn.init.zeros_(layer.weight)
 
     def get_output_embeddings(self) -> nn.Linear:
-        """The head, whose weight is no matrix to optimizers (see `muown_train.optim.parameter_roles`)."""
+        """Return the head, whose weight optimizers do not treat as a matrix (see `muown_train.optim.param_groups`)."""
         return self.head
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        here = self.positions(inputs, cache)
+        positions = self.find_positions(inputs, cache)
         x = self.embedding(inputs)  # (B, T, D)
         if not torch.is_autocast_enabled(x.device.type):
             x = x.to(self.norm.weight.dtype)
         x = self.embedding_norm(x)
-        cos, sin = self.cos[here], self.sin[here]
+        cos, sin = self.cos[positions], self.sin[positions]
         for block in self.blocks:
             x = block(x, cos, sin, cache)
         x = self.norm(x)
         if targets is None:
-            return softcapped(self.head(x).float(), self.softcap)
+            return softcap_logits(self.head(x).float(), self.softcap)
         return linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), self.head.bias, self.softcap)
-
-    def flops_per_token(self) -> float:
-        multiplying = sum(p.numel() for p in self.parameters() if p.ndim == 2) - self.embedding.weight.numel()
-        return 6.0 * multiplying + 12.0 * self.layers * self.dim * self.seq_len

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from muown_train.models import attention
-from muown_train.models.attention import by_blocks, causal_attention
+from muown_train.models.attention import blockwise_attention, causal_attention
 
 
 def inputs(length, dtype=torch.float64, heads=2, size=8):
@@ -19,12 +19,12 @@ def inputs(length, dtype=torch.float64, heads=2, size=8):
 def test_blocks_equal_the_whole(length, block, monkeypatch):
     monkeypatch.setattr(attention, "BLOCK", block)
     q, k, v, g = inputs(length)
-    ours, whole = by_blocks(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    ours, whole = blockwise_attention(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(ours, whole)
     torch.testing.assert_close(torch.autograd.grad(ours, (q, k, v), g), torch.autograd.grad(whole, (q, k, v), g))
 
 
-@pytest.mark.parametrize("way", [by_blocks, causal_attention])
+@pytest.mark.parametrize("way", [blockwise_attention, causal_attention])
 def test_another_scale(way):
     q, k, v, _ = inputs(33)
     torch.testing.assert_close(way(q, k, v, 0.12), way(q * 0.12 * 8**0.5, k, v))
@@ -49,5 +49,5 @@ def test_under_autocast_probabilities_stay_in_bfloat16():
         return tensor
 
     with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        by_blocks(q.bfloat16(), k.bfloat16(), v.bfloat16())
+        blockwise_attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
     assert kept and torch.float32 not in kept  # casts to float32 and back would cost more than the products

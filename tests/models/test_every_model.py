@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from muown_train.models.kv_cache import KeyValueCache
+from muown_train.models.attention import KeyValueCache
+from muown_train.models.language_model import build_model
 from tests.models import test_gpt, test_qwen2, test_speedrun, test_track3
 
 SMALL = {  # vocabularies of 97
@@ -41,7 +42,7 @@ def test_no_token_sees_a_later_one(small):
     ],
 )
 def test_numbers_that_cannot_be(name, key, value):
-    with pytest.raises(ValueError, match=f"model.{key}={value!r} must be above 0"):
+    with pytest.raises(ValueError, match=f"model.{key}={value!r} must be a positive number"):
         SMALL[name](**{key: value})
 
 
@@ -53,3 +54,12 @@ def test_a_cache_gives_the_logits_of_the_whole(small, parts):
         logits = torch.cat([model(part, cache=cache) for part in ids.split(parts, dim=1)], dim=1)
         torch.testing.assert_close(logits, model(ids), rtol=1e-5, atol=1e-5)
     assert cache.length == 20
+
+
+def test_a_model_is_built_from_its_settings_if_it_reads_whole_rows():
+    settings = dict(_target_="muown_train.models.gpt.GPT", vocab_size=97, layers=1, dim=16, heads=2, seq_len=32)
+    assert build_model(settings, 32).seq_len == 32
+    with pytest.raises(ValueError, match=r"model.seq_len=32 is shorter than seq_len=33, the rows it is to train on"):
+        build_model(settings, 33)
+    with pytest.raises(ValueError, match=r"model.layer is no setting of GPT \(did you mean layers\?\)"):
+        build_model(settings | {"layer": 2}, 32)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from muown_train.data.text.tokenizer import HubTokenizer
 from muown_train.data.text.train_bpe import train_bpe
-from muown_train.models.generate import Sampling, generate, pieces, stream
+from muown_train.models.generate import Sampling, generate, stream_text, stream_tokens
 from tests.models.test_gpt import as_llama, small
 
 GREEDY = Sampling(temperature=0)
@@ -77,15 +77,15 @@ def test_a_seed_gives_the_same_again_and_another_does_not():
 
 def test_ids_that_the_tokenizer_lacks_are_never_drawn():
     model = spread()
-    all_of_them = list(stream(model, [3], 200, 32, Sampling(5.0)))
-    below = list(stream(model, [3], 200, 32, Sampling(5.0), vocabulary=50))
+    all_of_them = list(stream_tokens(model, [3], 200, 32, Sampling(5.0)))
+    below = list(stream_tokens(model, [3], 200, 32, Sampling(5.0), vocabulary=50))
     assert max(all_of_them) >= 50 > max(below)
 
 
 @given(LOGITS)
 def test_top_k_of_one_is_greedy(logits):
     for sampling in (GREEDY, Sampling(1.0, top_k=1), Sampling(1e-30)):
-        p = sampling.probabilities(logits)
+        p = sampling.compute_probabilities(logits)
         best = p.nonzero().flatten()
         assert p.sum() == pytest.approx(1) and (logits[best] == logits.max()).all()
         assert sampling.temperature == 1e-30 or len(best) == 1
@@ -93,7 +93,7 @@ def test_top_k_of_one_is_greedy(logits):
 
 @given(LOGITS, st.integers(1, 60), st.floats(0.1, 10))
 def test_top_k_keeps_the_likeliest_in_proportion(logits, k, temperature):
-    p, all_p = Sampling(temperature, top_k=k).probabilities(logits), torch.softmax(logits / temperature, 0)
+    p, all_p = Sampling(temperature, top_k=k).compute_probabilities(logits), torch.softmax(logits / temperature, 0)
     kept = all_p.sort(descending=True).values[:k]
     torch.testing.assert_close(p.sort(descending=True).values[: len(kept)], kept / kept.sum(), atol=1e-6, rtol=1e-4)
     assert (p > 0).sum() <= k
@@ -103,7 +103,7 @@ def test_top_k_keeps_the_likeliest_in_proportion(logits, k, temperature):
 
 @given(LOGITS, st.floats(0.01, 0.99))
 def test_top_p_keeps_the_smallest_set(logits, top_p):
-    p, all_p = Sampling(1.0, top_p=top_p).probabilities(logits), torch.softmax(logits, 0)
+    p, all_p = Sampling(1.0, top_p=top_p).compute_probabilities(logits), torch.softmax(logits, 0)
     kept = p > 0
     mass, least = all_p[kept].double().sum().item(), all_p[kept].min().item()
     assert mass >= top_p - 1e-6
@@ -114,7 +114,7 @@ def test_top_p_keeps_the_smallest_set(logits, top_p):
 
 def test_logits_that_are_no_numbers_are_said():
     with pytest.raises(ValueError, match="not finite"):
-        GREEDY.probabilities(torch.tensor([0.0, math.nan]))
+        GREEDY.compute_probabilities(torch.tensor([0.0, math.nan]))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def tokenizer():
 @settings(deadline=None)
 @given(ids=st.lists(st.integers(1, 256), max_size=20))
 def test_pieces_are_the_text_whatever_the_ids(tokenizer, ids):
-    assert "".join(pieces(tokenizer.decode, iter(ids))) == tokenizer.decode(ids)
+    assert "".join(stream_text(tokenizer.decode, iter(ids))) == tokenizer.decode(ids)
 
 
 @settings(deadline=None)
@@ -149,7 +149,7 @@ def test_pieces_are_the_text_whatever_the_ids(tokenizer, ids):
 def test_no_piece_has_half_a_character(tokenizer, text, split):
     ids = tokenizer.encode_batch([text])[0].tolist()
     before, after = ids[:split], ids[split:]
-    found = list(pieces(tokenizer.decode, iter(after), before))
+    found = list(stream_text(tokenizer.decode, iter(after), before))
     if "\ufffd" not in tokenizer.decode(before) + tokenizer.decode(after):
         assert tokenizer.decode(before) + "".join(found) == text
         assert not any("\ufffd" in piece for piece in found)
@@ -158,13 +158,13 @@ def test_no_piece_has_half_a_character(tokenizer, text, split):
 def test_text_comes_as_soon_as_a_character_is_whole(tokenizer):
     ids = tokenizer.encode_batch(["a€b"])[0].tolist()  # € is three bytes of no merge
     assert len(ids) == 5
-    assert list(pieces(tokenizer.decode, iter(ids))) == ["a", "€", "b"]
+    assert list(stream_text(tokenizer.decode, iter(ids))) == ["a", "€", "b"]
 
 
 def test_a_temperature_that_float32_cannot_hold_is_zero():
     logits = torch.tensor([1.0, 3.0, 2.0])
-    assert Sampling(temperature=1e-320).probabilities(logits).tolist() == [0, 1, 0]
+    assert Sampling(temperature=1e-320).compute_probabilities(logits).tolist() == [0, 1, 0]
 
 
 def test_top_p_keeps_no_more_than_it_needs():
-    assert Sampling(temperature=1.0, top_p=0.5).probabilities(torch.zeros(2)).tolist() == [1, 0]
+    assert Sampling(temperature=1.0, top_p=0.5).compute_probabilities(torch.zeros(2)).tolist() == [1, 0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from muown_train.models.gpt import GPT, mlp_hidden_size
+from muown_train.models.gpt import GPT, compute_mlp_hidden
 from tests.helpers.paths import ROOT, SHARED
 
 CONFIGS = ROOT / "configs"
@@ -126,7 +126,7 @@ def test_loss_at_initialisation_is_that_of_guessing():
 
 
 def test_hidden_size():
-    assert [mlp_hidden_size(d) for d in (512, 768, 1280, 1792, 2560)] == [1536, 2048, 3584, 4864, 6912]
+    assert [compute_mlp_hidden(d) for d in (512, 768, 1280, 1792, 2560)] == [1536, 2048, 3584, 4864, 6912]
 
 
 @pytest.mark.parametrize(

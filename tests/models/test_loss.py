@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muown_train.models import loss as cross_entropy
-from muown_train.models.loss import IGNORE, chunk_rows, linear_cross_entropy, softcapped
+from muown_train.models import loss as loss_module
+from muown_train.models.loss import IGNORE, choose_chunk_rows, linear_cross_entropy, softcap_logits
 from muown_train.runtime.benchmark import peak_memory
 
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setitem(cross_entropy.CHUNK_LOGITS, "cpu", 1)  # a chunk has `dim` rows
+    monkeypatch.setitem(loss_module.CHUNK_LOGITS, "cpu", 1)  # a chunk has `dim` rows
 
 
 def inputs(rows, vocab_size, dim=8, dtype=torch.float64, seed=0):
@@ -39,7 +39,7 @@ def test_it_equals_the_loss_of_all_logits(rows, vocab_size, ignored, dim):
     x, weight, targets = inputs(rows, vocab_size, dim, torch.float32)
     targets[torch.rand(rows, generator=torch.Generator().manual_seed(1)) < ignored] = IGNORE
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(cross_entropy.CHUNK_LOGITS, "cpu", 1)  # a chunk has `dim` rows
+        patch.setitem(loss_module.CHUNK_LOGITS, "cpu", 1)  # a chunk has `dim` rows
         loss = linear_cross_entropy(x, weight, targets)
         assert loss.dtype == torch.float32 and loss.shape == ()
         torch.testing.assert_close(loss, at_once(x, weight, targets))
@@ -94,7 +94,7 @@ def test_it_never_holds_all_logits():
 
 @pytest.mark.parametrize("rows, vocab_size", [(1, 7), (1000, 4096), (4096, 4096), (8192, 50280), (8193, 50280)])
 def test_chunks_are_even_and_within_their_bound(rows, vocab_size):
-    size = chunk_rows(rows, vocab_size, 64, torch.device("cpu"))
+    size = choose_chunk_rows(rows, vocab_size, 64, torch.device("cpu"))
     assert 1 <= size <= max(64, 2**20 // vocab_size)
     count = -(-rows // size)
     assert rows > (count - 1) * size and size * count - rows < count  # no chunk is small
@@ -124,7 +124,7 @@ def test_a_bias_and_a_cap_have_the_gradients_of_all_logits(scale, softcap, with_
 
 def test_a_cap_is_the_identity_near_zero_and_never_exceeded():
     z = torch.tensor([-1e6, -0.1, 0.0, 0.1, 1e6])
-    torch.testing.assert_close(softcapped(z, 15.0), torch.tensor([-15.0, -0.1, 0.0, 0.1, 15.0]), rtol=1e-4, atol=0)
+    torch.testing.assert_close(softcap_logits(z, 15.0), torch.tensor([-15.0, -0.1, 0.0, 0.1, 15.0]), rtol=1e-4, atol=0)
 
 
 def test_a_bias_and_a_cap_under_autocast(small_chunks):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from muown_train.config.instantiate import bind_target
-from muown_train.models.kv_cache import KeyValueCache
+from muown_train.models.attention import KeyValueCache
 from muown_train.optim import param_groups, parameter_roles
 from tests.helpers.runs import configured
 

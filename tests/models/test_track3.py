@@ -217,7 +217,7 @@ def test_50_updates_learn_and_an_interrupted_run_ends_the_same(experiment, corpu
         assert p.dtype == q.dtype and torch.equal(p, q)
     first, last = (line["valid/loss"] for line in (metrics(whole.folder)[0], metrics(whole.folder)[-1]))
     assert first == pytest.approx(math.log(4096), abs=1e-4) and last < first - 1
-    assert open_run(whole.folder).weights()["embedding.weight"].dtype == torch.bfloat16
+    assert open_run(whole.folder).load_weights()["embedding.weight"].dtype == torch.bfloat16
     state = whole.trainer.optimizer.state[whole.model.embedding.weight]
     assert state["exp_avg"].dtype == torch.bfloat16
 
@@ -268,5 +268,5 @@ def test_two_ranks_train_the_bfloat16_embedding_alike(shard, corpus, tmp_path):
         [line["train/grad_norm"] for line in metrics(folder)[1:]] for folder in (one.folder, tmp_path / "two" / "run")
     ]
     assert norms[1] == pytest.approx(norms[0], rel=0.1)
-    saved = open_run(tmp_path / "two" / "run").weights()
+    saved = open_run(tmp_path / "two" / "run").load_weights()
     assert all(torch.equal(saved[name], weights[name]) for name in weights)

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from muown_train.analysis.cost.traced import Kept, kept_by
-from muown_train.models.attention import blocks, wants_blocks
+from muown_train.models.attention import prefers_blocks, split_into_blocks
 from muown_train.models.gpt import GPT
 from muown_train.models.language_model import LanguageModel
-from muown_train.models.loss import chunk_rows
+from muown_train.models.loss import choose_chunk_rows
 from muown_train.optim import SOAP, Combined, Lion, parameter_roles
 from muown_train.optim.core.base import Group
 from muown_train.optim.core.matrix import MAX_BATCH_ELEMENTS, MatrixOptimizer
@@ -127,8 +127,8 @@ def kept_by_block(sizes: Sizes, how: Pass) -> int:
 def _kept_by_attention(sizes: Sizes, how: Pass) -> int:
     D, s, N = sizes.dim, how.width, how.tokens
     out = N * D * s  # the input of the output projection
-    if wants_blocks(how.device, torch.bfloat16 if how.autocast else torch.float32, how.seq_len):
-        pairs = sum((end - start) * end for start, end in blocks(how.seq_len))
+    if prefers_blocks(how.device, torch.bfloat16 if how.autocast else torch.float32, how.seq_len):
+        pairs = sum((end - start) * end for start, end in split_into_blocks(how.seq_len))
         return 3 * N * D * s + out + s * how.rows * sizes.heads * pairs
     # q and k rotated, and v, a view into the output of the product with the fused matrix, all of which it keeps; and
     # the logarithm of each softmax's sum
@@ -160,12 +160,12 @@ def activations(sizes: Sizes, how: Pass) -> int:
 def head(sizes: Sizes, how: Pass) -> int:
     """What the head takes at most: while it makes the loss and both gradients, or as the backward pass begins.
 
-    Gradients of x (N, D) and of the weight (V, D), as `models.cross_entropy` makes them in the forward pass, are there
+    Gradients of x (N, D) and of the weight (V, D), as `models.loss` makes them in the forward pass, are there
     all the time; a model compiled under autocast keeps what each chunk adds to the latter, in bfloat16, and adds them
     up in the backward pass. A chunk has n V logits.
     """
     D, V, N, s = sizes.dim, sizes.vocab_size, how.tokens, how.width
-    n = chunk_rows(N, V, D, torch.device(how.device))
+    n = choose_chunk_rows(N, V, D, torch.device(how.device))
     inputs = s * N * D + (FLOAT * N * D + 2 * sizes.head if how.autocast else 0)  # x; x in float32, the weight rounded
     if how.compiled:
         kept = s * N * D + (2 * math.ceil(N / n) if how.autocast else FLOAT) * sizes.head

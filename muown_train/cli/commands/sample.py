@@ -8,12 +8,11 @@ once one is full it starts anew from the last half of it.
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from muown_train.cli.main import INTERRUPTED, Parser, explained, leave
-from muown_train.cli.process import script
+from muown_train.cli.errors import INTERRUPTED, CommandParser, exit_with, report_errors
 from muown_train.data.text.tokenizer import HubTokenizer
-from muown_train.models.generate import Sampling, pieces, stream
+from muown_train.models.generate import Sampling, stream_text, stream_tokens
 from muown_train.runs.saved_run import open_run
 from muown_train.runtime import hardware
 from muown_train.training.tracking.console import rate
@@ -33,7 +32,7 @@ def shown(text: str) -> None:
 
 
 def arguments_of(words: list[str]) -> argparse.Namespace:
-    parser = Parser(__doc__)
+    parser = CommandParser(__doc__)
     parser.add_argument("run", metavar="RUN", help="a run's folder, or that of one of its checkpoints")
     parser.add_argument("prompt", nargs="?", default="", help="what the text begins with; - reads standard input")
     parser.add_argument("--tokens", type=int, default=200, help="of a sample at most (default 200)")
@@ -62,9 +61,9 @@ def sample(arguments: argparse.Namespace) -> None:
     saved = open_run(arguments.run, arguments.step)
     if arguments.precision:
         saved = saved.with_precision(arguments.precision)
-    tokenizer = saved.tokenizer()
+    tokenizer = saved.load_tokenizer()
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    model = saved.model(device)
+    model = saved.load_model(device)
     for seed in range(arguments.seed, arguments.seed + arguments.count):
         if arguments.count > 1:
             shown(f"--- seed {seed} ---\n")
@@ -73,8 +72,8 @@ def sample(arguments: argparse.Namespace) -> None:
         made: list[int] = []
         begun = time.monotonic()
         with saved.autocast(device):
-            new = stream(model, ids, arguments.tokens, saved.config.seq_len, sampling, seed, tokenizer.size)
-            for piece in pieces(tokenizer.decode, until(tokenizer.end_of_text, new, made), ids if prompt else ()):
+            new = stream_tokens(model, ids, arguments.tokens, saved.config.seq_len, sampling, seed, tokenizer.size)
+            for piece in stream_text(tokenizer.decode, until(tokenizer.end_of_text, new, made), ids if prompt else ()):
                 shown(piece)
         ended = ", the document's end" * (made[-1] == tokenizer.end_of_text)
         shown("\n")
@@ -87,15 +86,11 @@ def prompt_ids(tokenizer: HubTokenizer, prompt: str) -> list[int]:
     return tokenizer.encode_batch([prompt])[0].tolist() if prompt else [tokenizer.end_of_text]
 
 
-def main() -> None:
-    arguments = arguments_of(sys.argv[1:])
+def main(words: Sequence[str]) -> None:
+    arguments = arguments_of(list(words))
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # where the terminal has not all letters
-    with explained([]):
+    with report_errors([]):
         try:
             sample(arguments)
         except KeyboardInterrupt:
-            leave("\ninterrupted", INTERRUPTED)
-
-
-if __name__ == "__main__":
-    script(main)
+            exit_with("\ninterrupted", INTERRUPTED)

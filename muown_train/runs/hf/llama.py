@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, cat
 
-from muown_train.models.gpt import mlp_hidden_size
+from muown_train.models.gpt import compute_mlp_hidden
 from muown_train.runs.hf.config_json import demand, positive, rope_base, size
 
 TARGET = "muown_train.models.gpt.GPT"
@@ -31,7 +31,7 @@ def config(settings: Mapping[str, Any]) -> dict[str, Any]:
     hidden = settings["mlp_hidden"]
     return {
         "hidden_size": dim,
-        "intermediate_size": mlp_hidden_size(dim) if hidden is None else hidden,
+        "intermediate_size": compute_mlp_hidden(dim) if hidden is None else hidden,
         "num_hidden_layers": settings["layers"],
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
@@ -70,7 +70,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "dim": dim,
         "heads": heads,
         "seq_len": size(config, "max_position_embeddings"),
-        "mlp_hidden": None if hidden == mlp_hidden_size(dim) else hidden,  # as GPT has it by itself
+        "mlp_hidden": None if hidden == compute_mlp_hidden(dim) else hidden,  # as GPT has it by itself
         "rope_base": rope_base(config),
         "norm_eps": positive(config, "rms_norm_eps", 1e-6),
         "activation_checkpointing": 0,
