@@ -3,7 +3,7 @@
 import pytest
 
 from muown_train.runs.manifest import groups
-from muown_train.training.patterns import divided
+from muown_train.training.optimizers import split_param_groups
 from tests.helpers.runs import built
 
 
@@ -14,12 +14,12 @@ def nothing(settings, section):
 def test_groups_are_divided_and_the_later_pattern_wins():
     group = {"params": [("a.x", 1), ("a.y", 2), ("b.y", 3)], "role": "matrix", "lr": 0.5}
     patterns = {"a.*": {"lr": 1.0, "eps": 2.0}, "*.y": {"lr": 3.0}}
-    assert divided([group], patterns, nothing) == [
+    assert split_param_groups([group], patterns, nothing) == [
         {"params": [("a.x", 1)], "role": "matrix", "lr": 1.0, "eps": 2.0, "patterns": {"a.*": patterns["a.*"]}},
         {"params": [("a.y", 2)], "role": "matrix", "lr": 3.0, "eps": 2.0, "patterns": patterns},
         {"params": [("b.y", 3)], "role": "matrix", "lr": 3.0, "patterns": {"*.y": patterns["*.y"]}},
     ]
-    assert divided([group], {}, nothing) == [group]
+    assert split_param_groups([group], {}, nothing) == [group]
 
 
 @pytest.mark.parametrize("optim", ["muown", "muon", "normuon", "adamw", "lion", "soap"])
