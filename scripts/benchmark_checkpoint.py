@@ -19,8 +19,8 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
-from muown_train.cli.main import Parser
-from muown_train.cli.process import script
+from muown_train.cli.errors import CommandParser
+from muown_train.cli.process import run_script
 from muown_train.config.compose import compose_config
 from muown_train.config.instantiate import bind_target
 from muown_train.runs.checkpoint import Checkpoints, ModelState, OptimizerState, Stateful
@@ -72,7 +72,7 @@ def measure(checkpoints: Checkpoints, state: dict[str, Stateful], optimizer: Opt
 
 
 def main() -> None:
-    parser = Parser(__doc__)
+    parser = CommandParser(__doc__)
     parser.add_argument("overrides", nargs="*", help="as for training: model=124m optim=muown …")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; by default that of temporary files")
@@ -101,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    script(main)
+    run_script(main)

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from muown_train.cli.main import Parser
-from muown_train.cli.process import script
+from muown_train.cli.errors import CommandParser
+from muown_train.cli.process import run_script
 from muown_train.data.hub.streaming import StreamRows
 from muown_train.data.rows import RowSource, TokenRows
 from muown_train.data.text.documents import expand, read_documents
@@ -37,7 +37,7 @@ READ_AHEAD = (AHEAD + 3) * STREAMS * SEQ_LEN  # tokens, by the workers together
 
 
 def main() -> None:
-    parser = Parser(__doc__)
+    parser = CommandParser(__doc__)
     parser.add_argument("--tokenizer", required=True, help="tokenizer.json, gpt2.tiktoken or a hub name")
     parser.add_argument("--files", required=True, nargs="+", help="globs of .txt, .jsonl, .parquet")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each contender in each of the rounds")
@@ -160,4 +160,4 @@ def taken(rows: RowSource) -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    script(main)
+    run_script(main)

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muown_train.cli.main import Parser
-from muown_train.cli.process import script
+from muown_train.cli.errors import CommandParser
+from muown_train.cli.process import run_script
 from muown_train.optim import Muon, Muown, shard
 from muown_train.optim.core.orthogonalize import has_fast_bfloat16
 from muown_train.runtime.benchmark import peak_memory
@@ -149,7 +149,7 @@ def on_rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
 
 
 def main() -> None:
-    parser = Parser(__doc__)
+    parser = CommandParser(__doc__)
     parser.add_argument("--size", choices=SIZES, nargs="+", default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=15, help="steps of each contender")
     parser.add_argument("--threads", type=int, help="of a process; by default all cores, with --ranks its share")
@@ -175,4 +175,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    script(main)
+    run_script(main)

@@ -17,8 +17,8 @@ import torch
 from benchmark_train import DEFAULT, Contender, in_turns, ours, words
 from torch import Tensor
 
-from muown_train.cli.main import Parser, explained
-from muown_train.cli.process import script
+from muown_train.cli.errors import CommandParser, report_errors
+from muown_train.cli.process import run_script
 from muown_train.runtime.benchmark import peak_memory
 from muown_train.runtime.distributed import World, world
 from muown_train.runtime.hardware import device_name
@@ -87,13 +87,13 @@ def compare(settings: list[str], rounds: int, folder: str, here: World) -> None:
 
 
 def main() -> None:
-    parser = Parser(__doc__)
+    parser = CommandParser(__doc__)
     parser.add_argument("settings", nargs="*", metavar="SETTING", help=f"by default {DEFAULT}")
     parser.add_argument("--rounds", type=int, default=21, help="updates of each (default 21)")
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error(f"--rounds {arguments.rounds} must be 2 or more")
-    with explained(arguments.settings), world() as here:
+    with report_errors(arguments.settings), world() as here:
         folder = here.on_main(tempfile.mkdtemp)
         try:
             compare(arguments.settings or words(DEFAULT), arguments.rounds, folder, here)
@@ -103,4 +103,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    script(main)
+    run_script(main)

@@ -33,10 +33,10 @@ import torch
 from plain_gpt import PlainGPT, plain_step
 from torch import Tensor
 
-from muown_train.cli.main import Parser, explained
-from muown_train.cli.process import script
-from muown_train.config.overrides import check_overrides
+from muown_train.cli.errors import CommandParser, report_errors
+from muown_train.cli.process import run_script
 from muown_train.config.compose import compose_config
+from muown_train.config.overrides import check_overrides
 from muown_train.data.loader import Loader
 from muown_train.data.random_tokens import RandomRows
 from muown_train.models.gpt import GPT
@@ -71,7 +71,7 @@ def ours(settings: list[str], out: str, here: World) -> tuple[Contender, Run]:
     Raises:
         ValueError: a setting that cannot be.
     """
-    with explained(settings):
+    with report_errors(settings):
         check_overrides(settings)
         for word in settings:
             if word.lstrip("+").split("=")[0].split(".")[0] in FIXED:
@@ -238,7 +238,7 @@ def words(settings: str) -> list[str]:
 
 
 def main() -> None:
-    parser = Parser(__doc__)
+    parser = CommandParser(__doc__)
     parser.add_argument(
         "configs", nargs="*", default=[[]], type=words, metavar="CONFIG", help="settings in one argument"
     )
@@ -290,4 +290,4 @@ def compare(arguments: argparse.Namespace, folder: str, here: World) -> None:
 
 
 if __name__ == "__main__":
-    script(main)
+    run_script(main)

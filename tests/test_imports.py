@@ -35,10 +35,10 @@ finally:
 # as far as to the last update, and not what tells of the end
 TO_THE_LAST_UPDATE = """
 import sys
-from muown_train.cli import summary as report
+from muown_train.cli import summary
 from muown_train.cli.main import main
 
-report.finish = lambda run, outcome, already: print("update", run.trainer.step, *sys.modules, sep=" ")
+summary.report_end = lambda run, outcome, already: print("update", run.trainer.step, *sys.modules, sep=" ")
 main()
 """
 

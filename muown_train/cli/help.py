@@ -1,7 +1,7 @@
-"""`python -m muown_train --help`: one screen, made of the configuration files themselves.
+"""`muown-train --help`: one screen, made of the configuration files themselves.
 
-What an option is says the first comment of its file, what a setting means the comment on its line. Nothing is imported
-that takes time.
+The first comment of a file says what the option is, and the comment on a line what the setting means. Nothing that is
+slow is imported.
 """
 
 import importlib.metadata
@@ -11,7 +11,9 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-GROUPS = ("model", "optim", "data", "schedule", "tracking", "probes", "experiment")
+from muown_train.cli.main import COMMANDS
+from muown_train.config.compose import GROUPS, read_first_sentence
+
 SETTINGS = (  # the most used
     *("tokens", "optim.lr", "seq_len", "batch_tokens", "micro_batch"),
     *("precision", "compile", "seed", "name", "out"),
@@ -26,36 +28,39 @@ EXAMPLES = (
 _WIDTH = 110
 
 
-def help_text(configs: Path) -> str:
-    """What to type, on one screen.
+def format_help(configs: Path) -> str:
+    """Return what can be typed, on one screen.
 
     Args:
         configs: the folder of train.yaml.
     """
-    return "\n".join(_lines(configs))
+    return "\n".join(_yield_lines(configs))
 
 
-def version_text() -> str:
-    """The program's version, and those that matter with it."""
+def format_version() -> str:
+    """Return the version of the program, of Python and of the two libraries that matter most."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "hydra-core"))
     return f"muown_train {importlib.metadata.version('muown-train')} (Python {platform.python_version()}, {versions})"
 
 
-def _lines(configs: Path) -> Iterator[str]:
+def _yield_lines(configs: Path) -> Iterator[str]:
     train = (configs / "train.yaml").read_text()
-    yield "python -m muown_train key=value …    trains a language model, or goes on where the same command stopped"
-    yield "(installed also as: muown-train key=value …)"
+    yield "muown-train key=value …       trains a language model, or goes on where the same command stopped"
+    yield "muown-train COMMAND --help    explains another command; `python -m muown_train` is the same program:"
+    for name, (_, sentence) in COMMANDS.items():
+        yield f"  {name:<13} {sentence}"
+    yield "Settings are words key=value; everything else, such as a run's folder, is a plain word or a --flag.\n"
     chosen = dict(re.findall(r"^  - (\w+): (\w+)$", train, re.MULTILINE))
     for group in GROUPS[:-1]:
-        for i, (option, sentence) in enumerate(options(configs / group)):
+        for i, (option, sentence) in enumerate(list_option_sentences(configs / group)):
             mark = "*" if option == chosen.get(group) else " "
-            yield _cut(f"{f'{group}=' if i == 0 else '':<10}{mark}{option:<17} {sentence}")
-    experiments = ", ".join(option for option, _ in options(configs / GROUPS[-1]))
+            yield _cut_line(f"{f'{group}=' if i == 0 else '':<10}{mark}{option:<17} {sentence}")
+    experiments = ", ".join(option for option, _ in list_option_sentences(configs / GROUPS[-1]))
     yield from textwrap.wrap(experiments, _WIDTH, initial_indent=f"{GROUPS[-1]}= ", subsequent_indent=" " * 12)
     yield "\nThe most used settings (* above and values here are the defaults):"
     for key in SETTINGS:
-        value, meaning = setting(configs, chosen, key)
-        yield _cut(f"  {f'{key}={value}':<24} {meaning}")
+        value, meaning = read_setting(configs, chosen, key)
+        yield _cut_line(f"  {f'{key}={value}':<24} {meaning}")
     yield "\nExamples:"
     for words, meaning in EXAMPLES:
         yield f"  {words:<52} {meaning}"
@@ -63,26 +68,18 @@ def _lines(configs: Path) -> Iterator[str]:
     yield f"{configs}. Other flags: --version, --hydra-help."
 
 
-def options(folder: Path) -> list[tuple[str, str]]:
-    """The options of a config group and the first sentence of the first comment of each."""
-    return [
-        (path.stem, first_sentence(path.read_text()).rstrip(".")) for path in sorted(folder.glob("*.yaml"), key=_size)
-    ]
+def list_option_sentences(folder: Path) -> list[tuple[str, str]]:
+    """Return the options of a config group, each with the first sentence of its file's first comment."""
+    files = sorted(folder.glob("*.yaml"), key=_sort_by_size)
+    return [(path.stem, read_first_sentence(path.read_text()).rstrip(".")) for path in files]
 
 
-def first_sentence(text: str) -> str:
-    """Of the comment that a configuration file begins with; empty where there is none."""
-    lines = [line for line in text.splitlines() if not line.startswith("# @package")]
-    comment = lines[0].removeprefix("# ") if lines and lines[0].startswith("#") else ""
-    return re.split(r"(?<=\.)\s", comment)[0]
-
-
-def setting(configs: Path, chosen: dict[str, str], key: str) -> tuple[str, str]:
-    """Default value, `…` where it is null, and meaning of a setting.
+def read_setting(configs: Path, chosen: dict[str, str], key: str) -> tuple[str, str]:
+    """Return a setting's default value (`…` where it is null) and its meaning.
 
     Args:
         chosen: the default option of each group.
-        key: of train.yaml, or of a group after a dot.
+        key: a key of train.yaml, or GROUP.KEY.
     """
     group, _, name = key.rpartition(".")
     file = configs / group / f"{chosen[group]}.yaml" if group else configs / "train.yaml"
@@ -92,12 +89,12 @@ def setting(configs: Path, chosen: dict[str, str], key: str) -> tuple[str, str]:
     return "…" if value == "null" else value, meaning
 
 
-def _size(path: Path) -> tuple[float, str]:
-    """2_7b after 500m: names that are numbers of parameters in order of them, after the others."""
+def _sort_by_size(path: Path) -> tuple[float, str]:
+    """Sort names that are numbers of parameters by number, such as 2_7b after 500m, and after all other names."""
     number = re.fullmatch(r"(\d+(?:_\d+)?)([mb])", path.stem)
     size = float(number[1].replace("_", ".")) * {"m": 1, "b": 1000}[number[2]] if number else 0.0
     return size, path.stem
 
 
-def _cut(line: str) -> str:
+def _cut_line(line: str) -> str:
     return line if len(line) <= _WIDTH else line[: _WIDTH - 1].rstrip() + "…"

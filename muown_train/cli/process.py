@@ -1,27 +1,31 @@
-"""Standard output that nobody reads to its end, as in `… | head`: a program ends quietly then, as others do."""
+"""The process of a command: how it loads torch, ends when nobody reads its output, and ends with threads of others."""
 
+import atexit
+import gc
 import os
 import select
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-UNREAD = 128 + signal.SIGPIPE  # the status that a shell gives programs that such a pipe has ended
+OUTPUT_CLOSED = 128 + signal.SIGPIPE  # the status that a shell gives a program that such a pipe has ended
 
 
-def unread() -> bool:
-    """Whether standard output is a pipe that nobody reads any more."""
+def is_output_closed() -> bool:
+    """Return whether standard output is a pipe that nobody reads any more, as in `… | head`."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
-    except (OSError, ValueError):  # something else stands for it, such as a notebook
+    except (OSError, ValueError):  # standard output is something else, such as a notebook
         return False
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
-def status_of(main: Callable[[], int | None]) -> object:
-    """Run a program's `main`: its status, as SystemExit has it, or UNREAD."""
+def run_quietly(main: Callable[[], int | None]) -> object:
+    """Run a program's `main` and return its status as SystemExit has it, or OUTPUT_CLOSED where nobody reads it."""
     status: object = None
     try:
         try:
@@ -30,14 +34,58 @@ def status_of(main: Callable[[], int | None]) -> object:
             status = end.code
         sys.stdout.flush()
     except BrokenPipeError:
-        if not unread():
+        if not is_output_closed():
             raise
         # Python writes once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return status or UNREAD
+        return status or OUTPUT_CLOSED
     return status
 
 
-def script(main: Callable[[], int | None]) -> NoReturn:
-    """Run a script's `main` and end with its status."""
-    sys.exit(status_of(main))  # type: ignore[arg-type]
+def run_script(main: Callable[[], int | None]) -> NoReturn:
+    """Run a script's `main` and end the process with its status."""
+    sys.exit(run_quietly(main))  # type: ignore[arg-type]
+
+
+def run_command(main: Callable[[], int | None]) -> NoReturn:
+    """Run a command's `main` and end the process without tearing the interpreter down under threads of libraries.
+
+    Python ends a daemon thread that asks for the interpreter while it shuts down, and the C++ code of a library may
+    not survive that: the process aborts with status 134. A thread of gloo that held the tensors of a collective did
+    so (a module that torch imports late keeps the default group alive, and a traceback keeps what it passed through),
+    and so did a thread that waits for W&B.
+    """
+    status = run_quietly(main) or 0
+    if isinstance(status, int) and (int(os.environ.get("WORLD_SIZE", "1")) > 1 or threading.active_count() > 1):
+        end_process(status)
+    sys.exit(status)  # type: ignore[arg-type]
+
+
+def end_process(status: int) -> NoReturn:
+    """Do the first part of what Python does when it ends, and no more, as multiprocessing does for its processes."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(status)
+
+
+@contextmanager
+def importing_torch() -> Iterator[None]:
+    """Import torch inside this context quickly, and keep the garbage collector from its objects afterwards.
+
+    torch's modules make some 300,000 objects, next to none of which are garbage. No run may exist yet: objects of it
+    that refer to one another would never be freed.
+    """
+    is_new = "torch" not in sys.modules
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        import torch._dynamo  # noqa: F401  # torch imports it with a process's first optimizer, compiled or not
+    finally:
+        if was_enabled:
+            gc.enable()
+    if is_new:
+        gc.freeze()

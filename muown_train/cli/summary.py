@@ -1,4 +1,4 @@
-"""What the user sees at the end of a run, and the plot."""
+"""The summary that ends a run: final numbers, a plot of the losses, a sample of text, and where everything is."""
 
 import math
 from collections.abc import Sequence
@@ -8,12 +8,16 @@ from muown_train.experiments.report.curves import plot_losses
 from muown_train.models.generate import generate
 from muown_train.runs.metrics import Line
 from muown_train.runs.status import Outcome
-from muown_train.training.build import Run
+from muown_train.training.run import Run
 from muown_train.training.tracking.console import duration, perplexity
 
 
 def summarize(lines: Sequence[Line]) -> dict[str, Any]:
-    """The final numbers of a run from its metrics."""
+    """Return the final numbers of a run from its metrics.
+
+    Raises:
+        ValueError: the metrics hold no evaluation.
+    """
     evaluated = [line for line in lines if "valid/loss" in line]
     if not evaluated:
         raise ValueError("the run's metrics.jsonl holds no evaluation: it was changed or removed since it was written")
@@ -30,27 +34,27 @@ def summarize(lines: Sequence[Line]) -> dict[str, Any]:
     }
 
 
-def sample(run: Run) -> str:
-    """A short continuation of a prompt by the trained model."""
+def generate_sample(run: Run) -> str:
+    """Return a short text by the trained model, from the beginning of a document."""
     trainer, tokenizer = run.trainer, run.data.tokenizer
-    prompt = [tokenizer.end_of_text]  # a document from its beginning
+    prompt = [tokenizer.end_of_text]
     run.model.eval()
     with trainer.autocast():
         new = generate(run.model, prompt, run.config.sample_tokens, run.config.seq_len)
     return tokenizer.decode(new)
 
 
-def finish(run: Run, outcome: Outcome, already: bool) -> None:
-    """Say how the run ended; of one that is not to go on plot, sample, and say where everything is. On the main rank.
+def report_end(run: Run, outcome: Outcome, already: bool) -> None:
+    """Print how a run ended; plot the losses and print a sample of one that is not to go on. Call it on the main rank.
 
     Args:
-        already: it had ended so in an earlier command.
+        already: whether an earlier command had ended the run so.
     """
     assert run.trainer.metrics is not None
     if outcome.state == "stopped":
         for sink in run.trainer.sinks:
             sink.finish({"outcome": "stopped", "reason": outcome.reason})
-        print(f"stopped after update {run.trainer.step:,} ({outcome.reason}), saved: the same command goes on")
+        print(f"stopped after step {run.trainer.step:,} ({outcome.reason}), saved: the same command goes on")
         return
     lines = run.trainer.metrics.read()
     summary = summarize(lines)
@@ -60,17 +64,17 @@ def finish(run: Run, outcome: Outcome, already: bool) -> None:
     plot_losses(lines, run.folder / "loss.png", run.folder.name, unigram)
     loss = f"validation loss {summary['valid/loss']:.4f}, perplexity {perplexity(summary['valid/perplexity'])}"
     if summary["valid/step"] < summary["step"]:
-        loss += f" after update {summary['valid/step']:,}"
+        loss += f" after step {summary['valid/step']:,}"
     print(f"\n{loss}" + (f" (a unigram model of the same text: {unigram:.4f})" if unigram else ""))
     if summary["tokens_per_second"]:
         print(
-            f"{summary['step']:,} updates, {summary['tokens']:,} tokens in {duration(summary['seconds'])}, "
+            f"{summary['step']:,} steps, {summary['tokens']:,} tokens in {duration(summary['seconds'])}, "
             f"{summary['tokens_per_second']:,.0f} tokens/s"
         )
     if outcome.state == "diverged":
         print(f"DIVERGED: {outcome.reason}")
     elif run.config.sample_tokens and math.isfinite(summary["valid/loss"]):
-        print(f"\n--- sample ---\n{sample(run)}\n--- end of sample ---\n")
+        print(f"\n--- sample ---\n{generate_sample(run)}\n--- end of sample ---\n")
     print(f"{run.folder}: {', '.join(sorted(path.name for path in run.folder.iterdir() if path.name[0] != '.'))}")
     if already and outcome.state == "diverged":
         print("This run had diverged before: give it another name, or remove its status.json to let it go on.")

@@ -90,7 +90,7 @@ class Run:
 
     def _start_sinks(self) -> None:
         """Start the sinks. Checkpoints keep the id of the W&B run too, so that it survives the loss of its file."""
-        metadata, file = self.trainer.checkpoints.about, self.folder / "wandb_id"
+        metadata, file = self.trainer.checkpoints.metadata, self.folder / "wandb_id"
         if metadata["wandb_id"] and not file.exists():
             replace(file, metadata["wandb_id"].encode())
         self.trainer.sinks = self.sinks  # from here on `close` ends them, whatever happens

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from muown_train.cli.process import UNREAD
+from muown_train.cli.process import OUTPUT_CLOSED
 from tests.helpers.folders import line, settings, write
 from tests.helpers.runs import slow_but
 from tests.scripts.test_scripts import ROOT, RUNNABLE
@@ -36,24 +36,24 @@ def test_every_script_is_started_so(name):
 @pytest.mark.parametrize("name", slow_but(["prepare_data.py"], RUNNABLE))
 def test_help_of_a_script(name):
     status, said = unread(f"scripts/{name}", "--help")
-    assert status in (0, UNREAD) and not said  # 0 where argparse took it
+    assert status in (0, OUTPUT_CLOSED) and not said  # 0 where argparse took it
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["--cfg", "job"]], ids=" ".join)
 def test_what_training_says_without_training(words):
-    assert unread("-m", "muown_train", *words) == (UNREAD, "")
+    assert unread("-m", "muown_train", *words) == (OUTPUT_CLOSED, "")
 
 
 def test_in_the_midst_of_its_work(tmp_path):
     write(tmp_path / "run", [line(1, 3.0), line(2, 2.0, 2.0)], settings())
     status, said = unread(str(ROOT / "scripts" / "compare.py"), "run", cwd=tmp_path)
-    assert status in (1, UNREAD) and not said  # 1 where it is rich that prints
+    assert status in (1, OUTPUT_CLOSED) and not said  # 1 where it is rich that prints
 
 
 def test_what_was_read_to_its_end_is_no_fault():
     code = (
-        "import os; from muown_train.cli.process import script; "
-        "script(lambda: print(1, flush=True) or os.read(0, 1) and 0)"
+        "import os; from muown_train.cli.process import run_script; "
+        "run_script(lambda: print(1, flush=True) or os.read(0, 1) and 0)"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -73,8 +73,8 @@ def test_what_is_wrong_is_still_said(tmp_path):
 
 
 def test_another_broken_pipe_is_an_error(tmp_path):
-    code = "from muown_train.cli.main import explained\nfrom muown_train.cli.process import script\n"
-    code += "def main():\n    with explained([]):\n        raise BrokenPipeError(32, 'Broken pipe')\nscript(main)\n"
+    code = "from muown_train.cli.errors import report_errors\nfrom muown_train.cli.process import run_script\n"
+    code += "def main():\n    with report_errors([]):\n        raise BrokenPipeError(32, 'Broken pipe')\nscript(main)\n"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == "error: [Errno 32] Broken pipe\n"
 

@@ -22,8 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muown_train.cli.main import Parser, explained
-from muown_train.cli.process import script
+from muown_train.cli.errors import CommandParser, report_errors
 
 if TYPE_CHECKING:
     from muown_train.runs.saved_run import SavedRun
@@ -48,7 +47,7 @@ OPTIONS: dict[str, tuple[tuple[str, int | None, str], ...]] = {
 
 
 def arguments_of(words: list[str]) -> argparse.Namespace:
-    parser = Parser(__doc__)
+    parser = CommandParser(__doc__)
     kinds = parser.add_subparsers(dest="kind", metavar="WHAT", required=True)
     for kind, options in OPTIONS.items():
         own = kinds.add_parser(kind)
@@ -62,7 +61,7 @@ def arguments_of(words: list[str]) -> argparse.Namespace:
         for name, default, meaning in options:
             own.add_argument(f"--{name}", type=int, default=default, help=meaning)
     arguments = parser.parse_args(words)
-    arguments.steps = parser.steps(arguments.steps)
+    arguments.steps = parser.parse_steps(arguments.steps)
     for name in ("batches", "save_every"):
         if getattr(arguments, name, None) is not None and getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be 1 or more")
@@ -231,14 +230,10 @@ def without_layer(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def main() -> None:
-    arguments = arguments_of(sys.argv[1:])
-    with explained([]):
+def main(words: Sequence[str]) -> None:
+    arguments = arguments_of(list(words))
+    with report_errors([]):
         from muown_train.runtime.distributed import world
 
         with world() as here:
             analyze(arguments, here)
-
-
-if __name__ == "__main__":
-    script(main)

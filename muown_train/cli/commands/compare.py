@@ -13,10 +13,10 @@ Runs may still be training; nothing in their folders is changed. What is no run'
 
 import glob
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from muown_train.cli.main import Parser, explained
-from muown_train.cli.process import script
+from muown_train.cli.errors import CommandParser, report_errors
 
 
 def folders(words: list[str]) -> list[Path]:
@@ -34,12 +34,12 @@ def folders(words: list[str]) -> list[Path]:
     return found
 
 
-def main() -> None:
-    parser = Parser(__doc__)
+def main(words: Sequence[str]) -> None:
+    parser = CommandParser(__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs, or patterns of them")
     parser.add_argument("--out", type=Path, default=Path("compare"), metavar="DIR", help="(default compare)")
-    arguments = parser.parse_args()
-    with explained([]):
+    arguments = parser.parse_args(words)
+    with report_errors([]):
         from rich.console import Console
 
         from muown_train.experiments.compare import compare, told
@@ -74,7 +74,3 @@ def main() -> None:
         print("\n".join(comparison.notes()))
         written = comparison.write(arguments.out)
     print(f"{arguments.out}: {', '.join(path.name for path in written)}")
-
-
-if __name__ == "__main__":
-    script(main)

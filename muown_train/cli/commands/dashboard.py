@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 
-from muown_train.cli.main import Parser
-from muown_train.cli.process import script
+from muown_train.cli.errors import CommandParser
 from muown_train.runtime.redaction import redacted
 
 try:
@@ -22,13 +22,13 @@ except ModuleNotFoundError:
 OPTIMIZER = "run.optimizer"  # in the configuration of a run at W&B, as WandbSink writes it
 
 
-def main() -> None:
-    parser = Parser(__doc__)
+def main(words: Sequence[str]) -> None:
+    parser = CommandParser(__doc__)
     parser.add_argument("project", metavar="ENTITY/PROJECT")
     parser.add_argument("--group", help="only runs with this tracking.group")
     parser.add_argument("--name", help="of the view; by default that of the group or the project")
     parser.add_argument("--print", action="store_true", help="show the specification as JSON and save nothing")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     entity, _, project = arguments.project.partition("/")
     if not entity or not project or "/" in project:
         parser.error(f"{arguments.project!r} must be ENTITY/PROJECT, such as my-team/muown")
@@ -110,7 +110,3 @@ def speed() -> list[wr.LinePlot]:
         curve("Share of time that waits for data", "data/wait_fraction"),
         curve("Peak memory, bytes", "system/peak_memory"),
     ]
-
-
-if __name__ == "__main__":
-    script(main)

@@ -26,11 +26,10 @@ import torch
 from omegaconf import OmegaConf
 
 from muown_train.analysis.scoring import FEWEST, Score, Scoring, difference, prepared, together
-from muown_train.cli.main import INTERRUPTED, Parser, explained, leave
-from muown_train.cli.process import script
-from muown_train.config.overrides import check_overrides, parse_overrides
-from muown_train.config.compose import compose_config
+from muown_train.cli.errors import INTERRUPTED, CommandParser, exit_with, report_errors
 from muown_train.config.checks import check_int
+from muown_train.config.compose import compose_config
+from muown_train.config.overrides import check_overrides, parse_overrides
 from muown_train.data.text.eval_texts import ALL, Text, text_of
 from muown_train.runs.saved_run import SavedRun, open_run
 from muown_train.runtime import hardware
@@ -202,8 +201,8 @@ def alternatives(values: Iterable[int]) -> str:
     return " or ".join(f"{value:,}" for value in sorted(set(values)))
 
 
-def main() -> None:
-    parser = Parser(__doc__)
+def main(words: Sequence[str]) -> None:
+    parser = CommandParser(__doc__)
     parser.add_argument("words", nargs="+", metavar="RUN | KEY=VALUE", help="runs and settings in any order")
     parser.add_argument("--step", type=int, help="the checkpoint after so many updates (default the newest)")
     parser.add_argument(
@@ -214,7 +213,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     arguments = parser.parse_intermixed_args()
     runs, settings = sorted_out(arguments.words)
-    with explained(settings):
+    with report_errors(settings):
         if not runs:
             raise ValueError("no run is given: give its folder, such as runs/NAME")
         own, data = own_settings(settings)
@@ -228,7 +227,7 @@ def main() -> None:
             text = chosen_text(data, own, arguments.source)
             evaluate(runs, saved_runs, text, own, device, arguments.json)
         except KeyboardInterrupt:
-            leave("interrupted before there was a result", INTERRUPTED)
+            exit_with("interrupted before there was a result", INTERRUPTED)
 
 
 def evaluate(
@@ -249,7 +248,7 @@ def evaluate(
     for run, saved, label in zip(runs, saved_runs, labels, strict=True):
         scoring = None
         try:
-            scoring = prepared(saved, saved.model(device), text, **own)
+            scoring = prepared(saved, saved.load_model(device), text, **own)
             evaluate_all(label, scoring, saved, device)
             complete = True
         except KeyboardInterrupt:
@@ -267,8 +266,4 @@ def evaluate(
         if file:
             replace(file, (json.dumps(finite({"text": text and text.name, "runs": results}), indent=1) + "\n").encode())
     if not complete:
-        leave(f"interrupted in {label}" + ", the table has what was done" * bool(results), INTERRUPTED)
-
-
-if __name__ == "__main__":
-    script(main)
+        exit_with(f"interrupted in {label}" + ", the table has what was done" * bool(results), INTERRUPTED)

@@ -5,14 +5,15 @@ those of `python -m muown_train`; nothing is trained or downloaded, and no GPU i
 `muown_train/roofline.py`, or follows from an MFU that you know (`--mfu`).
 """
 
-from muown_train.cli.main import Parser, explained
-from muown_train.cli.process import script
+from collections.abc import Sequence
+
+from muown_train.cli.errors import CommandParser, report_errors
 from muown_train.runtime.hardware import GPUS
 from muown_train.training.plan import of_memory, of_parameters, of_time, planned
 
 
-def main() -> None:
-    parser = Parser(__doc__)
+def main(words: Sequence[str]) -> None:
+    parser = CommandParser(__doc__)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="as of python -m muown_train")
     parser.add_argument("--device", default="H100-80GB", help=f"{', '.join(GPUS)} (default H100-80GB)")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs (default 1)")
@@ -20,11 +21,7 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     if arguments.mfu is not None and not 0 < arguments.mfu <= 1:
         parser.error(f"--mfu {arguments.mfu:g} must be above 0 and at most 1")
-    with explained(arguments.settings):
+    with report_errors(arguments.settings):
         plan = planned(arguments.settings, arguments.device, arguments.ranks)
         lines = [*of_parameters(plan), *of_memory(plan), *of_time(plan, arguments.mfu)]
     print("\n".join(lines))
-
-
-if __name__ == "__main__":
-    script(main)

@@ -11,13 +11,11 @@ the hub's own client keeps (HF_HOME).
 """
 
 import os
-import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
-
-from muown_train.cli.process import script
 
 DEFAULTS = {"out": None, "tokens": None, "valid_tokens": 4_000_000, "shard_tokens": 100_000_000}
 
@@ -33,8 +31,8 @@ def settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Our own keys, checked, and the overrides that choose the data."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    from muown_train.config.overrides import check_overrides
     from muown_train.config.checks import check_int
+    from muown_train.config.overrides import check_overrides
     from muown_train.runtime.suggest import nearest
 
     check_overrides(words)
@@ -58,27 +56,22 @@ def settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     return own, data
 
 
-def main() -> None:
-    words = sys.argv[1:]
+def main(words: Sequence[str]) -> None:
+    words = list(words)
     if not words or words[0] in ("-h", "--help"):
         print(__doc__)
         return
     from omegaconf import OmegaConf
 
-    from muown_train.cli.main import explained
+    from muown_train.cli.errors import report_errors
     from muown_train.config.compose import compose_config
     from muown_train.config.instantiate import factory
     from muown_train.data.sources import FROM_RUN
 
-    with explained():
+    with report_errors():
         own, data = settings(words)
         config = OmegaConf.to_container(compose_config(data).data, resolve=True)
         target = factory(config, "data", given=FROM_RUN)  # type: ignore[arg-type]
         from muown_train.data.shards.prepare import prepare
 
         prepare(Path(own.pop("out")).expanduser(), target.func.__name__, target.keywords, **own)
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, stop)
-    script(main)

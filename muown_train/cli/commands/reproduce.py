@@ -29,11 +29,10 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from muown_train.cli.process import script
 
 if TYPE_CHECKING:
     from muown_train.experiments.grid import Experiment
@@ -67,8 +66,8 @@ ONLY = {  # of the keys those that are for some actions
 
 def settings(words: list[str]) -> tuple[dict[str, Any], list[str], list[str]]:
     """Our own keys, checked; the overrides for every run; the words for sbatch."""
+    from muown_train.config.checks import check_int, is_number
     from muown_train.config.overrides import check_overrides, parse_overrides
-    from muown_train.config.checks import is_number, check_int
     from muown_train.runtime.suggest import nearest
 
     flags = [word for word in words if word.startswith("-")]
@@ -235,8 +234,8 @@ def queued(found: "list[Found]", own: dict[str, Any]) -> "list[Found]":
         return found
 
 
-def main() -> int:
-    words = without_dashes(sys.argv[1:])
+def main(words: Sequence[str]) -> int:
+    words = without_dashes(list(words))
     if not words or {"-h", "--help"} & set(words):
         from muown_train.experiments.grid import names
 
@@ -245,9 +244,9 @@ def main() -> int:
         width = max(map(len, known))
         print("\n".join(f"experiment={name:<{width}}  {sentence}" for name, sentence in known.items()))
         return 0
-    from muown_train.cli.main import explained
+    from muown_train.cli.errors import report_errors
 
-    with explained([word for word in words if not word.startswith("-")]):
+    with report_errors([word for word in words if not word.startswith("-")]):
         from muown_train.experiments.grid import load_experiment, names
         from muown_train.experiments.progress import damages, progress, summary
         from muown_train.experiments.report.page import check_page
@@ -296,7 +295,3 @@ def main() -> int:
             print(f"{kept} of them are kept in {ARCHIVE}")
         print(summary(found))
     return 0
-
-
-if __name__ == "__main__":
-    script(main)

@@ -7,8 +7,7 @@ alone. Give all that were made: those left out would make it worthless. Exit sta
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from muown_train.cli.main import Parser, explained
-from muown_train.cli.process import script
+from muown_train.cli.errors import CommandParser, report_errors
 from muown_train.experiments.significance import MARGIN, TARGET, Verdict, common_step, evaluations, finished, judge
 from muown_train.runs.record import RunRecord
 
@@ -32,13 +31,13 @@ def conclusion(verdict: Verdict, target: float) -> Iterator[str]:
         yield f"with this mean {verdict.needed:,} runs would pass, {verdict.needed - verdict.n:,} more"
 
 
-def main() -> None:
-    parser = Parser(__doc__)
+def main(words: Sequence[str]) -> None:
+    parser = CommandParser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
     parser.add_argument("--target", type=float, default=TARGET, help=f"validation loss to be below (default {TARGET})")
     parser.add_argument("--step", type=int, help="updates after which all are compared (default: the last)")
-    arguments = parser.parse_args()
-    with explained([]):
+    arguments = parser.parse_args(words)
+    with report_errors([]):
         if not 0 < arguments.target < float("inf"):
             raise ValueError(f"--target {arguments.target:g} must be a loss above 0")
         runs = [finished(folder) for folder in arguments.runs]
@@ -46,7 +45,3 @@ def main() -> None:
     losses = [evaluations(run)[step] for run in runs]
     verdict = judge(losses, arguments.target)
     print("\n".join([*table(runs, losses, step), *conclusion(verdict, arguments.target)]))
-
-
-if __name__ == "__main__":
-    script(main)

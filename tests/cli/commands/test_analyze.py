@@ -173,7 +173,15 @@ def test_what_cannot_be_is_one_sentence(run, analyze, capsys, tmp_path, words, m
 
 def test_weights_alone_have_no_gradient_of_R(run, analyze, capsys, tmp_path):
     saved = open_run(run.folder)
-    write_run(tmp_path / "average", saved.weights(), saved.config, 1, saved.data, saved.tokenizer().raw, {})
+    write_run(
+        tmp_path / "average",
+        saved.load_weights(),
+        saved.config.to_dict(),
+        1,
+        saved.data,
+        saved.load_tokenizer().raw,
+        {},
+    )
     analyze("spectral", tmp_path / "average")
     with pytest.raises(SystemExit):
         analyze("effective_rank", tmp_path / "average")

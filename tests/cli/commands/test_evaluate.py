@@ -95,10 +95,10 @@ def test_equal_to_the_loss_of_transformers(run, evaluate, texts):
     folder, _ = texts
     found = evaluate(run.folder, "data=files", f"data.valid={folder}/b.txt", "--precision", "float32")[1][0]
     saved = open_run(run.folder)
-    tokenizer = saved.tokenizer()
+    tokenizer = saved.load_tokenizer()
     text = (folder / "b.txt").read_text()
     ids = torch.tensor([0, *tokenizer.encode_batch([text])[0].tolist(), 0])
-    llama, losses = as_llama(saved.model()), []
+    llama, losses = as_llama(saved.load_model()), []
     with torch.no_grad():
         for row in [ids[start : start + 33] for start in range(0, len(ids) - 1, 32)]:
             losses.append(F.cross_entropy(llama(row[None, :-1]).logits[0], row[1:], reduction="sum").item())

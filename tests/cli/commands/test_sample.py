@@ -33,9 +33,9 @@ def sample(monkeypatch, capsys):
 
 def test_the_prompt_goes_on_greedily(run, sample):
     saved = open_run(run.folder)
-    tokenizer = saved.tokenizer()
+    tokenizer = saved.load_tokenizer()
     ids = tokenizer.encode_batch(["The kaban"])[0].tolist()
-    text = tokenizer.decode(ids + generate(saved.model(), ids, 50, 32, temperature=0))
+    text = tokenizer.decode(ids + generate(saved.load_model(), ids, 50, 32, temperature=0))
     assert "<|endoftext|>" not in text
     assert sample(run.folder, "The kaban", "--temperature", 0, "--tokens", 50) == f"{text}\n"
 
@@ -58,11 +58,11 @@ def test_an_earlier_checkpoint_and_standard_input(run, sample, monkeypatch):
 def test_a_document_ends_where_the_model_ends_it(run, sample, monkeypatch):
     import muown_train.models.generate as module
 
-    end = open_run(run.folder).tokenizer().end_of_text
+    end = open_run(run.folder).load_tokenizer().end_of_text
     drawn = iter([10, 11, end, 12])
     monkeypatch.setattr(module.torch, "multinomial", lambda *_, **__: next(drawn))
     text = sample(run.folder)
-    assert text == open_run(run.folder).tokenizer().decode([10, 11]) + "\n"
+    assert text == open_run(run.folder).load_tokenizer().decode([10, 11]) + "\n"
     assert next(drawn) == 12
 
 
@@ -91,7 +91,7 @@ def test_what_cannot_be_is_one_sentence(run, sample, capsys, words, message):
 
 def test_without_a_tokenizer_there_is_no_text(run, tmp_path, sample, capsys):
     saved = open_run(run.folder)
-    write_run(tmp_path / "random", saved.weights(), saved.config, 1, saved.data, None, {})
+    write_run(tmp_path / "random", saved.load_weights(), saved.config.to_dict(), 1, saved.data, None, {})
     with pytest.raises(SystemExit):
         sample(tmp_path / "random", "The")
     assert "random data have no tokenizer" in capsys.readouterr().err
