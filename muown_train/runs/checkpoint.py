@@ -1,14 +1,16 @@
-"""Checkpoints: tensors in safetensors, everything else in JSON, complete or absent, for any number of ranks.
+"""The checkpoints of a run: tensors in safetensors, everything else in JSON, complete or absent, for any number of ranks.
 
 A checkpoint is the union of what the ranks hold under names such as `model/blocks.0.mlp.out.weight` or
-`optimizer/blocks.0.mlp.out.weight/momentum_buffer`; what several ranks hold is written by the first of them. Training
-pauses for a copy to host memory; each rank's thread writes its part while training goes on (checkpoint_files.py).
+`optimizer/blocks.0.mlp.out.weight/momentum_buffer`. If several ranks hold a value, the first of them writes it. Training
+pauses only for a copy to host memory; a thread of each rank writes the rank's part while training goes on.
 
-It is written beside its final place, fsynced and renamed. A checkpoint whose files do not match its index is named,
-set aside as `damaged-…` and never deleted; the one before it is used. Nothing is unpickled.
+A checkpoint is written beside its final place, fsynced and renamed. If the files of a checkpoint do not match its index,
+the trainer names it, sets it aside as `damaged-…`, never deletes it, and uses the one before it. Nothing is unpickled.
+checkpoint_files.py knows the files, checkpoint_reader.py reads them.
 
-Not torch.distributed.checkpoint: of its writers FileSystemWriter pickles its metadata, and HuggingFaceStorageWriter,
-for safetensors, writes what is no tensor as torch.save pickled it, keeps no checksums and does not say who wrote what.
+torch.distributed.checkpoint is not used: its FileSystemWriter pickles metadata; its HuggingFaceStorageWriter, for
+safetensors, writes everything that is not a tensor as torch.save pickles it, keeps no checksums, and does not say which
+rank wrote what.
 """
 
 import copy
@@ -20,19 +22,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from muown_train.optim.param_groups import canonical_name
 from muown_train.runs import checkpoint_files as files
+from muown_train.runs.checkpoint_reader import OpenCheckpoint, open_files
 from muown_train.runtime.distributed import World
 
 State = dict[str, Any]  # nested; keys are strings without "/", leaves tensors or JSON
 
 
 class Stateful(Protocol):
-    """What can be saved: state_dict() is local, without collectives."""
+    """An object whose state can be saved. Its state_dict() is local, without collectives."""
 
     def state_dict(self) -> State: ...
 
@@ -40,10 +42,10 @@ class Stateful(Protocol):
 
 
 def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a/b": 1}; an empty dictionary is a leaf."""
+    """Turn {"a": {"b": 1}} into {"a/b": 1}. An empty dictionary is a leaf."""
     flat: dict[str, Any] = {}
     for key, value in state.items():
-        assert isinstance(key, str) and "/" not in key, f"not a key of a checkpoint: {key!r}"
+        assert isinstance(key, str) and "/" not in key, f"a checkpoint cannot have the key {key!r}"
         if isinstance(value, Mapping) and value:
             flat |= flatten(value, f"{prefix}{key}/")
         else:
@@ -52,14 +54,14 @@ def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def unflatten(flat: Mapping[str, Any]) -> State:
-    """The inverse of `flatten`, also of a union in which some have an empty dictionary where others have content."""
+    """Invert `flatten`, also for a union in which some ranks have an empty dictionary where others have content."""
     state: State = {}
     for path, value in flat.items():
         *parents, key = path.split("/")
         node = state
         for parent in parents:
             node = node.setdefault(parent, {})
-        if isinstance(value, Mapping):  # an empty one
+        if isinstance(value, Mapping):  # it is empty
             node.setdefault(key, {})
         else:
             node[key] = value
@@ -67,7 +69,7 @@ def unflatten(flat: Mapping[str, Any]) -> State:
 
 
 class ModelState:
-    """Weights by canonical name, each parameter once."""
+    """The weights of a model by canonical name, each parameter once."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = {canonical_name(name): p for name, p in model.named_parameters()}
@@ -79,9 +81,9 @@ class ModelState:
         """Refuse weights of another model.
 
         Raises:
-            ValueError: naming one that differs in name or shape.
+            ValueError: a weight differs in name or shape.
         """
-        _same_names("parameters", state, self.parameters)
+        _check_names("parameters", state, self.parameters)
         for name, p in self.parameters.items():
             if state[name].shape != p.shape:
                 raise ValueError(
@@ -95,35 +97,38 @@ class ModelState:
 
 
 class OptimizerState:
-    """Optimizer state by canonical parameter name. Hyper-parameters are the configuration's, never the checkpoint's.
+    """Optimizer state by canonical parameter name. Hyper-parameters come from the configuration, not the checkpoint.
 
-    Of a sharded optimizer `state_dict` is what this rank owns; `load_state_dict` takes the union and keeps as much.
+    For a sharded optimizer `state_dict` returns what this rank owns; `load_state_dict` takes the union of all ranks and
+    keeps this rank's part.
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         self.optimizer = optimizer
         self.names: dict[Tensor, str] = {p: canonical_name(name) for name, p in model.named_parameters()}
 
-    def _order(self) -> list[str]:
+    def _list_names(self) -> list[str]:
+        """Return the names of the parameters in the optimizer's order."""
         return [self.names[p] for group in self.optimizer.param_groups for p in group["params"]]
 
     def state_dict(self) -> State:
         return {self.names[p]: dict(state) for p, state in self.optimizer.state.items()}
 
     def load_state_dict(self, state: State, /) -> None:
-        order = self._order()
-        unknown = sorted(set(state) - set(order))
+        names = self._list_names()
+        unknown = sorted(set(state) - set(names))
         if unknown:
-            raise ValueError(f"the checkpoint has optimizer state for {unknown[0]}, which is no parameter here")
+            raise ValueError(f"the checkpoint has optimizer state for {unknown[0]}, which the model does not have")
         expected = self.optimizer.state_dict()
-        for index, name in enumerate(order):
-            if index in expected["state"]:  # else state comes into being with the first step, as torch's AdamW does
-                _same_names(f"optimizer state of {name}", state.get(name, {}), expected["state"][index])
-        loaded = {index: state[name] for index, name in enumerate(order) if name in state}
+        for index, name in enumerate(names):
+            if index in expected["state"]:  # otherwise the first step creates the state, as in torch's AdamW
+                _check_names(f"optimizer state of {name}", state.get(name, {}), expected["state"][index])
+        loaded = {index: state[name] for index, name in enumerate(names) if name in state}
         self.optimizer.load_state_dict({"state": loaded, "param_groups": expected["param_groups"]})
 
 
-def _same_names(what: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def _check_names(what: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise a ValueError unless a checkpoint has the same names as the model or optimizer."""
     for side, extra in (
         ("only in the checkpoint", set(found) - set(expected)),
         ("missing from the checkpoint", set(expected) - set(found)),
@@ -132,10 +137,10 @@ def _same_names(what: str, found: Mapping[str, Any], expected: Mapping[str, Any]
             raise ValueError(f"{what}: {', '.join(sorted(extra)[:3])} {side}; this is another model or optimizer")
 
 
-class _Writing(threading.Thread):
-    """A checkpoint on its way to the disk: this rank's part of it.
+class _WriterThread(threading.Thread):
+    """A thread that writes this rank's part of a checkpoint.
 
-    A daemon, so that a program that ends does not wait for the disk: what was not published is absent.
+    It is a daemon, so that a program that ends does not wait for the disk: an unpublished checkpoint is absent.
     """
 
     def __init__(self, index: dict[str, Any], final: Path, write: Callable[[], files.Files]) -> None:
@@ -147,11 +152,11 @@ class _Writing(threading.Thread):
     def run(self) -> None:
         try:
             self.written = self.write()
-        except Exception as error:  # all ranks are to hear of it
+        except Exception as error:  # `result` raises it, so that all ranks learn of it
             self.error = error
 
     def result(self) -> files.Files:
-        """What was written, once the thread has ended."""
+        """Return the files written, once the thread has ended; raise an OSError if it failed."""
         if isinstance(self.error, OSError):
             raise self.error
         if self.error:
@@ -163,12 +168,12 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: where they are; made when the first is written.
-        keep: how many of the newest stay, at least 1; the disk needs room for one more.
-        keep_every: those stay too whose step is a multiple of this.
-        keep_best: the one with the lowest validation loss stays too.
+        folder: the folder that holds them; it is made when the first is written.
+        keep: the number of the newest checkpoints that stay, at least 1; the disk needs room for one more.
+        keep_every: a checkpoint stays too if its step is a multiple of this.
+        keep_best: the checkpoint with the lowest validation loss stays too.
         warn: called with a sentence for the user.
-        about: what the run is, in JSON; stored with each checkpoint and given back by `about_newest`.
+        metadata: a description of the run in JSON, stored with each checkpoint; `read_newest_metadata` returns it.
     """
 
     def __init__(
@@ -179,22 +184,23 @@ class Checkpoints:
         keep_every: int | None = None,
         keep_best: bool = False,
         warn: Callable[[str], None] = print,
-        about: dict[str, Any] | None = None,
+        metadata: dict[str, Any] | None = None,
     ) -> None:
-        self.folder, self.world, self.warn, self.about = folder, world, warn, about or {}
+        self.folder, self.world, self.warn, self.metadata = folder, world, warn, metadata or {}
         self.keep, self.keep_every, self.keep_best = keep, keep_every, keep_best
         self._copy = files.HostCopy(world.device)
-        self._writing: _Writing | None = None
-        self._removing: threading.Thread | None = None  # what need not stay
+        self._writer: _WriterThread | None = None
+        self._remover: threading.Thread | None = None
 
     def save(self, step: int, state: Mapping[str, Stateful], loss: float | None = None, wait: bool = False) -> None:
-        """Copy a step's state and begin to write it; a collective call. Without effect where the step is saved already.
+        """Copy the state after a step and begin to write it; do nothing if the step is saved already.
 
-        An earlier save is settled first; if it failed the user is warned, and this one counts.
+        The call is collective. It settles an earlier save first; if that failed, the user is warned and this save
+        replaces it.
 
         Args:
-            loss: validation loss of this very step.
-            wait: return when it is published.
+            loss: the validation loss after this very step.
+            wait: return only when the checkpoint is published.
 
         Raises:
             OSError: on every rank, if any rank cannot write; the earlier checkpoints are as they were.
@@ -202,7 +208,7 @@ class Checkpoints:
         self.settle_or_warn()
         final = self.folder / f"step-{step:08d}"
         flat = flatten({name: stateful.state_dict() for name, stateful in state.items()})
-        begun = self._attempt(lambda: (self._begin(final), sorted(flat)))
+        begun = self._attempt_on_all(lambda: (self._begin(final), sorted(flat)))
         if not begun[0][0]:
             return
         written_before = set().union(*(keys for _, keys in begun[: self.world.rank]))
@@ -214,123 +220,122 @@ class Checkpoints:
             "format": files.FORMAT,
             "step": step,
             "valid_loss": loss if loss is not None and math.isfinite(loss) else None,
-            "about": copy.deepcopy(self.about),
+            "about": copy.deepcopy(self.metadata),
         }
-        partial, rank = files.partial_name(final), self.world.rank
-        self._writing = _Writing(index, final, lambda: files.write_rank(partial, rank, head, data, rest))
-        self._writing.start()
+        partial, rank = files.partial_path(final), self.world.rank
+        self._writer = _WriterThread(index, final, lambda: files.write_rank(partial, rank, head, data, rest))
+        self._writer.start()
         if wait:
             self.settle(wait=True)
 
     def settle(self, wait: bool = False) -> bool:
-        """Publish what all ranks have written; a collective call, without communication when nothing is pending.
+        """Publish the pending checkpoint once all ranks have written their parts.
+
+        The call is collective; it communicates only if a checkpoint is pending.
 
         Args:
-            wait: until all have written.
+            wait: wait until all ranks have written.
 
         Returns:
-            Whether nothing is pending any more.
+            True if nothing is pending any more.
 
         Raises:
             OSError: on every rank, if any could not write. Nothing is pending then, and earlier checkpoints stay.
         """
-        settled = self._writing is None or self._published(self._writing, wait)
-        if wait and self._removing:
-            self._removing.join()
+        settled = self._writer is None or self._publish(self._writer, wait)
+        if wait and self._remover:
+            self._remover.join()
         return settled
 
-    def load(self, state: Mapping[str, Stateful], other: Path | None = None) -> int | None:
-        """Load the newest undamaged checkpoint into `state`; its step, or None without any. A collective call.
-
-        Args:
-            other: load this whole checkpoint, of another run, instead.
-
-        Raises:
-            ValueError: the checkpoint is of another model, optimizer or data.
-        """
-        flat = read(other) if other else self.read()
-        if flat is None:
-            return None
-        step, nested = flat[0], unflatten(flat[1])
-        for name, stateful in state.items():
-            stateful.load_state_dict(nested.get(name, {}))
-        return step
-
-    def read(self) -> tuple[int, dict[str, Any]] | None:
-        """Step and flat content of the newest undamaged checkpoint. A collective call.
-
-        A save that is pending is settled first, as by `save`.
-
-        Raises:
-            ValueError: on every rank, if there are checkpoints but none that can be used.
-        """
-        self.settle_or_warn()
-        newest = self.world.on_main(self._newest)
-        if newest is None:
-            return None
-        return read(self.folder / newest)
-
-    def _begin(self, final: Path) -> bool:
-        """Make the folder to write to, on the main rank; False where the checkpoint exists."""
-        if self.world.is_main:
-            if final.exists():
-                return False
-            files.fresh(files.partial_name(final))
-        return True
-
-    def _published(self, writing: _Writing, wait: bool) -> bool:
-        """The work of `settle`."""
-        if wait:
-            writing.join()
-        elif not all(self.world.gather(not writing.is_alive())):
-            return False
-        self._writing = None
-        main, partial = self.world.is_main, files.partial_name(writing.final)
-        try:
-            parts = self._attempt(writing.result)
-            index = {**writing.index, "files": {name: file for part in parts for name, file in part.items()}}
-            self._attempt(lambda: files.publish(partial, writing.final, index) if main else None)
-        except OSError:
-            if main:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
-        if main:
-            try:
-                self._removing = files.prune(self.folder, self.keep, self.keep_every, self.keep_best, self.warn)
-            except OSError as error:  # the checkpoint is there all the same
-                self.warn(f"old checkpoints stay: {error}")
-        return True
-
     def settle_or_warn(self) -> None:
-        """Settle, waiting, where a save that failed is not to end what is done next; a collective call."""
+        """Wait and settle, but only warn if the save failed: what is done next goes on. A collective call."""
         try:
             self.settle(wait=True)
         except OSError as error:
             if self.world.is_main:
                 self.warn(f"the last checkpoint is lost: {error}")
 
-    def _newest(self) -> str | None:
-        """Name of the newest undamaged checkpoint, None where there never was one; on the main rank."""
-        for folder in files.newest_first(self.folder):
+    def load(self, state: Mapping[str, Stateful], other: Path | None = None) -> int | None:
+        """Load the newest undamaged checkpoint into `state`; return its step, or None if there is none.
+
+        The call is collective.
+
+        Args:
+            other: a whole checkpoint of another run to load instead.
+
+        Raises:
+            ValueError: the checkpoint belongs to another model, optimizer or data, or none can be used.
+            OSError: the other run has removed its checkpoint meanwhile.
+        """
+        try:
+            opened = open_files(other) if other else self.open_newest()
+        except files.CheckpointRemovedError as error:  # this is not a wrong setting: the same command may go on later
+            raise OSError(str(error)) from error
+        if opened is None:
+            return None
+        nested = unflatten(opened.load_all())
+        for name, stateful in state.items():
+            stateful.load_state_dict(nested.get(name, {}))
+        return opened.step
+
+    def open_newest(self) -> OpenCheckpoint | None:
+        """Open the newest undamaged checkpoint; damaged ones are set aside. A collective call.
+
+        A pending save is settled first, as by `save`.
+
+        Raises:
+            ValueError: on every rank, if there are checkpoints but none that can be used.
+        """
+        self.settle_or_warn()
+        newest = self.world.on_main(self._find_newest)
+        return open_files(newest) if newest else None
+
+    def _begin(self, final: Path) -> bool:
+        """Make the folder to write to, on the main rank; return False if the checkpoint exists."""
+        if self.world.is_main:
+            if final.exists():
+                return False
+            files.make_partial_folder(final)
+        return True
+
+    def _publish(self, writer: _WriterThread, wait: bool) -> bool:
+        """Do the work of `settle`."""
+        if wait:
+            writer.join()
+        elif not all(self.world.gather(not writer.is_alive())):
+            return False
+        self._writer = None
+        main, partial = self.world.is_main, files.partial_path(writer.final)
+        try:
+            parts = self._attempt_on_all(writer.result)
+            index = {**writer.index, "files": {name: file for part in parts for name, file in part.items()}}
+            self._attempt_on_all(lambda: files.publish(partial, writer.final, index) if main else None)
+        except OSError:
+            if main:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        if main:
             try:
-                fault = files.fault(folder)
-            except files.OtherFormat as error:
-                raise ValueError(str(error)) from None
-            if fault is None:
-                return folder.name
-            aside = folder.with_name(f"damaged-{folder.name}")
-            while aside.exists():
-                aside = aside.with_name(aside.name + "+")
-            folder.rename(aside)
-            self.warn(f"checkpoint {folder} is damaged ({fault}): set aside as {aside.name}, trying the one before it")
-        if any(self.folder.glob("damaged-step-*")):
+                self._remover = files.prune(self.folder, self.keep, self.keep_every, self.keep_best, self.warn)
+            except OSError as error:  # the new checkpoint is published all the same
+                self.warn(f"old checkpoints stay: {error}")
+        return True
+
+    def _find_newest(self) -> Path | None:
+        """Find the newest undamaged checkpoint, on the main rank; return None if there never was one."""
+        newest = files.find_newest_whole(files.list_checkpoints(self.folder), self._set_aside)
+        if newest is None and any(self.folder.glob("damaged-step-*")):
             raise ValueError(
                 f"no checkpoint in {self.folder} can be used: restore one, or give the run another name to start again"
             )
-        return None
+        return newest
 
-    def _attempt(self, action: Callable[[], Any]) -> list[Any]:
-        """Results of all ranks, or one OSError on all of them: no rank waits for one that failed."""
+    def _set_aside(self, damaged: Path, fault: str) -> None:
+        aside = files.set_aside(damaged)
+        self.warn(f"checkpoint {damaged} is damaged ({fault}): set aside as {aside.name}, trying the one before it")
+
+    def _attempt_on_all(self, action: Callable[[], Any]) -> list[Any]:
+        """Return the results of all ranks, or raise one OSError on all of them: no rank waits for one that failed."""
         result, error = None, None
         try:
             result = action()
@@ -340,42 +345,6 @@ class Checkpoints:
         errors = [error for _, error in results if error]
         if errors:
             raised = OSError(errors[0][1])
-            raised.errno = errors[0][0]  # which tells a full disk from a setting that cannot be
+            raised.errno = errors[0][0]  # it tells a full disk from a wrong setting
             raise raised
         return [result for result, _ in results]
-
-
-def read(checkpoint: Path) -> tuple[int, dict[str, Any]]:
-    """Step and flat content of a whole checkpoint.
-
-    Raises:
-        OSError: another run, of which it is, has removed it meanwhile.
-    """
-    try:
-        index = json.loads((checkpoint / files.INDEX).read_text())
-        flat: dict[str, Any] = {}
-        for file in index["files"]:
-            path = checkpoint / file
-            flat |= json.loads(path.read_text()) if path.suffix == ".json" else load_file(path)
-    except FileNotFoundError as error:
-        raise OSError(f"{checkpoint}: the run has removed step {files.step_of(checkpoint):,} meanwhile") from error
-    return index["step"], flat
-
-
-def about_newest(folder: Path) -> dict[str, Any] | None:
-    """`about` of the newest checkpoint whose index can be read; None without one. Not collective.
-
-    Raises:
-        ValueError: it holds weights alone, so that no run can go on from it.
-    """
-    for path in files.newest_first(folder):
-        index = files.read_index(path)
-        if index is not None:
-            if files.weights_alone(index):
-                raise ValueError(
-                    f"{folder.parent} holds weights alone, as an average or an import does: to train on from them "
-                    f"give the run another name, and init_from={folder.parent}"
-                )
-            about = index.get("about")
-            return about if isinstance(about, dict) else {}
-    return None

@@ -1,11 +1,13 @@
-"""The files of one checkpoint: a copy of a rank's tensors in host memory, its way to the disk, and the index over all.
+"""The files of a checkpoint: how they are written, found, verified and removed. checkpoint_reader.py reads them.
 
     step-00000200/
-        rank-00000.safetensors  rank-00000.json    what a rank wrote
-        index.json                                 step, validation loss, what the run is, size and SHA-256 of each file
+        rank-00000.safetensors  rank-00000.json    the tensors that a rank wrote, and everything else
+        index.json                                 step, validation loss, metadata of the run, size and SHA-256 of each
+                                                   file
 
-The safetensors are written here and not by the library's `save_file`, in pieces: each is hashed while it is in the
-cache, and a thread may be cut off between two of them when the program ends; inside of the library that aborts it.
+The safetensors file is written here, in pieces, and not by the library's `save_file`, for two reasons. Each piece is
+hashed while it is in the cache. And when the program ends, the thread that writes may be cut off between two pieces,
+whereas cutting it off inside the library aborts the process.
 """
 
 import hashlib
@@ -14,7 +16,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,10 @@ from torch import Tensor
 
 from muown_train.runtime.atomic_files import sync
 
-FORMAT = 1  # of the folder and of index.json
+FORMAT = 1  # version of the folder's layout and of index.json
 INDEX = "index.json"
 PIECE = 4 << 20  # bytes written and hashed at a time
-DTYPES = {  # as safetensors calls them
+DTYPES = {  # the names that safetensors gives them
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -44,10 +46,10 @@ Files = dict[str, dict[str, Any]]  # name -> {"bytes": int, "sha256": hex digits
 
 
 class HostCopy:
-    """Tensors copied into one block of host memory, laid out as in a safetensors file.
+    """A copy of tensors in one block of host memory, laid out as in a safetensors file.
 
-    The block is taken again for the next copy, since fresh pages cost as much as the copying. Of a CUDA device it is
-    pinned; torch rounds pinned memory up to a power of two.
+    The next copy reuses the block, since fresh pages cost as much as the copying. For a CUDA device the block is pinned;
+    torch rounds pinned memory up to a power of two.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,12 +58,12 @@ class HostCopy:
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> tuple[bytes, memoryview]:
-        """Head and data of the file with these tensors; the data are valid until the next call.
+        """Copy the tensors; return head and data of the file that holds them. The data are valid until the next call.
 
         Args:
-            tensors: of any shape, strides and device, dense, of a dtype in DTYPES.
+            tensors: dense tensors of any shape, strides and device, with a dtype in DTYPES.
         """
-        # the format allows no gaps: the widest elements first keep all of them aligned
+        # The format allows no gaps: writing the widest elements first keeps all of them aligned.
         order = sorted(tensors, key=lambda key: (-tensors[key].itemsize, key))
         places, end = {}, 0
         for key in order:
@@ -86,7 +88,7 @@ class HostCopy:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One core copies about as fast as memory allows; several wait for one another at each tensor, if busy for long."""
+    """Let torch use one thread: one core copies about as fast as memory allows, and several wait for one another."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -96,11 +98,11 @@ def _one_thread() -> Iterator[None]:
 
 
 def write_rank(folder: Path, rank: int, head: bytes, data: memoryview, rest: bytes) -> Files:
-    """Write and fsync one rank's part.
+    """Write and fsync one rank's part of a checkpoint.
 
     Args:
-        head, data: as `HostCopy.take` gives them.
-        rest: JSON.
+        head, data: the safetensors file, as `HostCopy.take` returns it.
+        rest: everything that is not a tensor, as JSON.
     """
     return {
         f"rank-{rank:05d}.safetensors": _write(folder / f"rank-{rank:05d}.safetensors", head, data),
@@ -124,82 +126,47 @@ def _write(path: Path, *parts: bytes | memoryview) -> dict[str, Any]:
 
 
 def publish(partial: Path, final: Path, index: Mapping[str, Any]) -> None:
-    """Add the index to a complete folder and give it its name, on the disk on return."""
+    """Add the index to a complete folder and give it its final name; both are on the disk on return."""
     _write(partial / INDEX, json.dumps(index, indent=1).encode())
     sync(partial)
     partial.rename(final)
     sync(final.parent)
 
 
-def partial_name(final: Path) -> Path:
-    """Where a checkpoint is while it is written or removed."""
+def partial_path(final: Path) -> Path:
+    """Return the folder in which a checkpoint lies while it is written or removed."""
     return final.with_name(f"partial-{final.name}")
 
 
-def fresh(folder: Path) -> None:
-    """Make the folder of a new checkpoint, and remove what earlier processes left."""
-    for leftover in folder.parent.glob("partial-step-*"):
+def make_partial_folder(final: Path) -> None:
+    """Make the folder in which a new checkpoint is written, and remove what earlier processes left."""
+    for leftover in final.parent.glob("partial-step-*"):
         shutil.rmtree(leftover)
-    folder.mkdir(parents=True)
+    partial_path(final).mkdir(parents=True)
 
 
-def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, whatever their state."""
-    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
-    return sorted(found, key=step_of, reverse=True)
-
-
-def step_of(checkpoint: Path) -> int:
-    """After which update the checkpoint in a folder was."""
-    return int(checkpoint.name[5:])
-
-
-def read_index(folder: Path) -> dict[str, Any] | None:
-    """What index.json of a checkpoint holds; None where it cannot be read."""
-    try:
-        index = json.loads((folder / INDEX).read_text())
-    except (OSError, ValueError):
-        return None
-    return index if isinstance(index, dict) else None
-
-
-def weights_alone(index: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint holds nothing but weights: of a run's the main rank wrote counters beside its tensors."""
-    try:
-        return bool(index["files"]["rank-00000.json"]["bytes"] == len("{}"))
-    except (KeyError, TypeError):
-        return False
-
-
-def complete(folder: Path) -> Iterator[dict[str, Any]]:
-    """Indices of those checkpoints whose files are there with their sizes, newest first."""
-    for path in newest_first(folder):
-        index = read_index(path)
-        try:
-            if (
-                index
-                and not _misnamed(path, index["files"])
-                and all((path / name).stat().st_size == file["bytes"] for name, file in index["files"].items())
-            ):
-                yield {**index, "step": step_of(path)}
-        except (OSError, KeyError, TypeError, AttributeError):
-            continue
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint to a free name that begins with `damaged-`, and return its new path."""
+    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    while aside.exists():
+        aside = aside.with_name(aside.name + "+")
+    return checkpoint.rename(aside)
 
 
 def prune(
     folder: Path, keep: int, keep_every: int | None, keep_best: bool, warn: Callable[[str], None] = print
 ) -> threading.Thread:
-    """Remove the checkpoints that need not stay. One that is not complete neither counts nor goes.
+    """Remove the checkpoints that need not stay. An incomplete checkpoint neither counts nor is removed.
 
-    Their names are gone on return, and a thread removes the files: a file system takes its time to free gigabytes.
+    On return their names are gone, and a thread removes the files: a file system needs time to free gigabytes.
 
     Args:
-        keep: how many of the newest stay.
-        keep_every: those stay too whose step is a multiple of this.
-        keep_best: the one with the lowest validation loss stays too.
-        warn: called with a sentence for each that could not be removed.
+        keep: the number of the newest checkpoints that stay.
+        keep_every: a checkpoint stays too if its step is a multiple of this.
+        keep_best: the checkpoint with the lowest validation loss stays too.
+        warn: called with a sentence for each checkpoint that could not be removed.
     """
-    losses = {index["step"]: index.get("valid_loss") for index in complete(folder)}
+    losses = {index["step"]: index.get("valid_loss") for index in read_complete_indices(folder)}
     stay = set(list(losses)[:keep])
     if keep_every:
         stay |= {step for step in losses if step % keep_every == 0}
@@ -210,7 +177,7 @@ def prune(
     for step in losses.keys() - stay:
         old = folder / f"step-{step:08d}"
         try:
-            removed.append(old.rename(partial_name(old)))  # one half removed is never taken for a damaged one
+            removed.append(old.rename(partial_path(old)))  # a half-removed one is never taken for a damaged one
         except OSError as error:
             warn(f"an old checkpoint stays, since it cannot be removed: {error}")
     thread = threading.Thread(target=_remove, args=(removed,), daemon=True)
@@ -220,45 +187,115 @@ def prune(
 
 def _remove(folders: list[Path]) -> None:
     for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)  # what is left goes when the next save begins
+        shutil.rmtree(folder, ignore_errors=True)  # the next save removes what is left
 
 
-class OtherFormat(Exception):
-    """A checkpoint of another version of the program, which is no damage."""
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, newest first, whatever their state."""
+    paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
+    return sorted(paths, key=parse_step, reverse=True)
 
 
-def fault(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None.
+def parse_step(checkpoint: Path) -> int:
+    """Return the step after which a checkpoint was saved, which the name of its folder says."""
+    return int(checkpoint.name[5:])
+
+
+def read_index(checkpoint: Path) -> dict[str, Any] | None:
+    """Return the content of a checkpoint's index.json; None if it cannot be read."""
+    try:
+        index = json.loads((checkpoint / INDEX).read_text())
+    except (OSError, ValueError):
+        return None
+    return index if isinstance(index, dict) else None
+
+
+def holds_weights_alone(index: Mapping[str, Any]) -> bool:
+    """Tell whether a checkpoint holds nothing but weights: in a run the main rank saves counters beside its tensors."""
+    try:
+        return bool(index["files"]["rank-00000.json"]["bytes"] == len("{}"))
+    except (KeyError, TypeError):
+        return False
+
+
+def read_complete_indices(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the indices of the checkpoints whose files are there and have the right sizes, newest first."""
+    for path in list_checkpoints(folder):
+        index = read_index(path)
+        try:
+            if index and not _find_wrong_file(path, index["files"]):
+                yield {**index, "step": parse_step(path)}
+        except (OSError, KeyError, TypeError, AttributeError):
+            continue
+
+
+class OtherFormatError(ValueError):
+    """A checkpoint has the format of another version of the program, which is not damage."""
+
+
+class CheckpointRemovedError(ValueError):
+    """A checkpoint was there and is no longer: a run keeps only its newest ones."""
+
+
+def removed_error(checkpoint: Path) -> CheckpointRemovedError:
+    """Return the error that says that a run has removed a checkpoint while it was read."""
+    return CheckpointRemovedError(f"{checkpoint}: the run has removed step {parse_step(checkpoint):,} meanwhile")
+
+
+def find_newest_whole(checkpoints: Sequence[Path], on_damage: Callable[[Path, str], None]) -> Path | None:
+    """Return the first undamaged one of some checkpoints; None if there is none. Every file is read and hashed.
+
+    Args:
+        checkpoints: as `list_checkpoints` returns them, newest first.
+        on_damage: called with each damaged checkpoint that is passed over and a sentence on what is wrong with it.
 
     Raises:
-        OtherFormat
+        OtherFormatError: another version of the program wrote it.
+        CheckpointRemovedError: a checkpoint vanished while it was read.
     """
-    try:
-        index = json.loads((folder / INDEX).read_text())
-        if index["format"] != FORMAT:
-            raise OtherFormat(f"{folder} has format {index['format']}, this version of the program reads {FORMAT}")
-        if misnamed := _misnamed(folder, index["files"]):
-            return misnamed
-        for name, expected in index["files"].items():
-            path = folder / name
-            if not path.exists():
-                return f"{name} is missing"
-            if path.stat().st_size != expected["bytes"]:
-                return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
-                    return f"{name} has another SHA-256 than when it was written"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{INDEX} cannot be used: {error}"
+    for checkpoint in checkpoints:
+        fault = find_fault(checkpoint)
+        if fault is None:
+            return checkpoint
+        if not checkpoint.exists():
+            raise removed_error(checkpoint)
+        on_damage(checkpoint, fault)
     return None
 
 
-def _misnamed(folder: Path, named: Files) -> str | None:
-    """What is wrong with the names that an index lists: the two files of each rank, and all that lie there."""
-    ranks = max(1, (len(named) + 1) // 2)
+def find_fault(checkpoint: Path) -> str | None:
+    """Return a sentence on what is wrong with a checkpoint; None if it is whole.
+
+    Raises:
+        OtherFormatError: another version of the program wrote it.
+    """
+    try:
+        index = json.loads((checkpoint / INDEX).read_text())
+        version = index["format"]
+        if version == FORMAT:
+            return _find_wrong_file(checkpoint, index["files"], hashes=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{INDEX} cannot be used: {error}"
+    raise OtherFormatError(f"{checkpoint} has format {version}, this version of the program reads {FORMAT}")
+
+
+def _find_wrong_file(checkpoint: Path, files: Files, hashes: bool = False) -> str | None:
+    """Return what is wrong with the files that an index lists: names, sizes and, with `hashes`, content."""
+    # An index must list the two files of each rank and everything that lies there.
+    ranks = max(1, (len(files) + 1) // 2)
     wanted = {f"rank-{rank:05d}.{kind}" for rank in range(ranks) for kind in ("json", "safetensors")}
-    if odd := named.keys() - wanted:
+    if odd := files.keys() - wanted:
         return f"{INDEX} names {min(odd)}"
-    if missing := (wanted | {path.name for path in folder.glob("rank-*")}) - named.keys():
+    if missing := (wanted | {path.name for path in checkpoint.glob("rank-*")}) - files.keys():
         return f"{INDEX} does not name {min(missing)}"
+    for name, expected in files.items():
+        path = checkpoint / name
+        if not path.exists():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
+        if hashes:
+            with path.open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
+                    return f"{name} has another SHA-256 than when it was written"
     return None

@@ -1,7 +1,7 @@
-"""A run as others use it: the weights of one of its checkpoints on one device, its configuration and its tokenizer.
+"""A saved run, as its users read it: the weights of one of its checkpoints, its configuration and its tokenizer.
 
-Of a checkpoint only weights are read, whatever the number of ranks that wrote it, and nothing in the run's folder is
-changed: the run may still be training. A folder made by `write_run` is read in the same way.
+Only weights are read from a checkpoint, whatever the number of ranks that wrote it. Nothing in the run's folder is
+changed, because the run may still be training. `write_run` makes a folder that is read in the same way.
 """
 
 import dataclasses
@@ -16,78 +16,77 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from muown_train.config.compose import new_folder
 from muown_train.config.instantiate import ALLOWED
-from muown_train.config.schema import TopLevel, top_level
+from muown_train.config.run_name import check_new_folder
+from muown_train.config.schema import RunConfig, parse_config
 from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer
-from muown_train.models.language_model import LanguageModel
+from muown_train.models.language_model import LanguageModel, build_model
 from muown_train.runs.checkpoint import Checkpoints, ModelState
-from muown_train.runs.weights import OpenCheckpoint, open_checkpoint, to_stderr
+from muown_train.runs.checkpoint_reader import OpenCheckpoint, open_checkpoint, warn_on_stderr
 from muown_train.runtime import hardware
 from muown_train.runtime.atomic_files import replace, whole_folder
 from muown_train.runtime.distributed import World
-from muown_train.training.build import make_model
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint of a run."""
+    """A run at one of its checkpoints."""
 
     folder: Path  # of the run
     checkpoint: Path
     step: int
-    config: dict[str, Any]  # resolved, as the run was trained with it
-    top: TopLevel  # its plain keys
-    data: dict[str, Any]  # facts about its data
-    opened: OpenCheckpoint  # so that the run may remove its files
+    config: RunConfig  # as the run was trained with it
+    data: dict[str, Any]  # metadata of its data
+    opened: OpenCheckpoint  # it keeps the files open, so that the run may remove them
 
-    def weights(self) -> dict[str, Tensor]:
-        """Weights by canonical name, on the CPU, as they were saved."""
-        return self.opened.weights()
+    def load_weights(self) -> dict[str, Tensor]:
+        """Return the weights by canonical name, on the CPU, as they were saved."""
+        return self.opened.load_weights()
 
-    def fitting_weights(self) -> dict[str, Tensor]:
-        """The same, of the names and shapes that the model of the configuration has.
+    def load_checked_weights(self) -> dict[str, Tensor]:
+        """Return the weights, after a check that they have the names and shapes of the configuration's model.
 
         Raises:
-            ValueError: they are of another model, or the configuration is of none.
+            ValueError: the weights belong to another model, or the configuration describes none.
         """
-        weights = self.weights()
+        weights = self.load_weights()
         with torch.device("meta"):
-            shapes = ModelState(self._made())
+            shapes = ModelState(self._build_model())
         try:
             shapes.check(weights)
         except ValueError as error:
             raise ValueError(f"{self.checkpoint}: {error}") from None
         return weights
 
-    def model(self, device: torch.device | None = None) -> LanguageModel:
-        """The model with these weights, in evaluation mode, on `device` (the CPU).
+    def load_model(self, device: torch.device | None = None) -> LanguageModel:
+        """Return the model with these weights, in evaluation mode, on `device` (by default the CPU).
 
         Raises:
-            ValueError: see `fitting_weights`.
+            ValueError: see `load_checked_weights`.
         """
-        weights = self.fitting_weights()  # before memory is taken, of which a stranger's sizes may ask for any
-        model = self._made()
+        weights = self.load_checked_weights()  # before memory is taken: a stranger's sizes may ask for any amount
+        model = self._build_model()
         ModelState(model).load_state_dict(weights)
         return model.to(device).eval()
 
-    def _made(self) -> LanguageModel:
+    def _build_model(self) -> LanguageModel:
         try:
-            return make_model(self.config, self.top)
-        except (TypeError, RuntimeError) as error:  # a setting that is missing, a size beyond the memory
+            return build_model(self.config.model, self.config.seq_len)
+        except (TypeError, RuntimeError) as error:  # a setting is missing, or a size is beyond the memory
             reason = str(error).splitlines()[0]
             raise ValueError(f"{self.checkpoint} has a model that cannot be made: {reason}") from error
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Forward passes in the run's precision, as on a device of this kind."""
-        return torch.autocast(device.type, torch.bfloat16, enabled=hardware.wants_autocast(self.top.precision, device))
+        """Return a context in which forward passes have the run's precision on a device."""
+        low = hardware.wants_autocast(self.config.precision, device)
+        return torch.autocast(device.type, torch.bfloat16, enabled=low)
 
     def with_precision(self, precision: str) -> "SavedRun":
-        """The same in another precision: auto, bfloat16 or float32."""
-        return dataclasses.replace(self, top=dataclasses.replace(self.top, precision=precision))
+        """Return this run with another precision: auto, bfloat16 or float32."""
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, precision=precision))
 
-    def tokenizer(self) -> HubTokenizer:
-        """The tokenizer of the run's data.
+    def load_tokenizer(self) -> HubTokenizer:
+        """Return the tokenizer of the run's data.
 
         Raises:
             ValueError: there is none, as with random data.
@@ -97,46 +96,45 @@ class SavedRun:
             return HubTokenizer(str(self.data.get("tokenizer", file)), file.read_bytes())
         except OSError as error:
             raise ValueError(
-                f"{file} cannot be read ({error.strerror}): random data have no tokenizer; "
-                "to a run of an earlier version copy the file that it was trained with"
+                f"{file} cannot be read ({error.strerror}): a run on random data has no tokenizer; "
+                "for a run of an earlier version, copy the file there that it was trained with"
             ) from error
 
 
-def open_run(path: str | Path, step: int | None = None, warn: Callable[[str], None] = to_stderr) -> SavedRun:
-    """A checkpoint of a run.
+def open_run(path: str | Path, step: int | None = None, warn: Callable[[str], None] = warn_on_stderr) -> SavedRun:
+    """Open a run at one of its checkpoints.
 
     Args:
-        path: the run's folder, or that of one checkpoint.
-        step: after which update; by default of the newest checkpoint that is whole.
-        warn: called with a sentence for each damaged one that is passed over.
+        path: the folder of the run, or of one checkpoint.
+        step: the step after which it was saved; by default that of the newest checkpoint that is whole.
+        warn: called with a sentence for each damaged checkpoint that is passed over.
 
     Raises:
-        ValueError: there is none, the one asked for is damaged, or its configuration cannot be used. A configuration
-            may come from a stranger: it names what `factory.ALLOWED` lists, and nothing else.
+        ValueError: there is no such checkpoint, the requested one is damaged, or its configuration cannot be used. A
+            configuration may come from a stranger: it may name what `instantiate.ALLOWED` lists, and nothing else.
     """
-    return run_of(open_checkpoint(Path(path), step, warn))
+    return describe_run(open_checkpoint(Path(path), step, warn))
 
 
-def run_of(opened: OpenCheckpoint) -> SavedRun:
-    """The run that a checkpoint is of.
+def describe_run(opened: OpenCheckpoint) -> SavedRun:
+    """Return the run that an open checkpoint belongs to.
 
     Raises:
         ValueError: its configuration cannot be used.
     """
-    target = opened.config["model"]["_target_"]
+    try:
+        # The name may no longer be allowed, and code that the stored configuration trusts is not trusted.
+        config = parse_config({**opened.config, "name": None, "trust": []}, "run")
+    except ValueError as error:
+        raise ValueError(f"{opened.folder} has a configuration that cannot be used: {error}") from None
+    target = config.model["_target_"]
     if target in ALLOWED and not target.startswith("muown_train.models."):
         raise ValueError(f"{opened.folder} has the configuration model._target_={target}, which is no model")
-    folder = opened.folder.parent.parent
-    config = {**opened.config, "trust": []}
-    try:
-        top = top_level(config | {"name": None}, "run")  # whatever the folder is called now
-    except (TypeError, ValueError) as error:  # a key that is missing, or cannot be
-        raise ValueError(f"{opened.folder} has a configuration that cannot be used: {error}") from None
-    return SavedRun(folder, opened.folder, opened.step, config, top, opened.data, opened)
+    return SavedRun(opened.folder.parent.parent, opened.folder, opened.step, config, opened.data, opened)
 
 
 class _Weights:
-    """Weights as `Checkpoints.save` takes them."""
+    """Weights in the form that `Checkpoints.save` takes."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self.weights = dict(weights)
@@ -145,7 +143,7 @@ class _Weights:
         return self.weights
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        raise NotImplementedError("written only")
+        raise NotImplementedError("these weights are only written")
 
 
 def write_run(
@@ -157,22 +155,23 @@ def write_run(
     tokenizer: bytes | None,
     origin: Mapping[str, Any],
 ) -> None:
-    """A folder with one checkpoint of weights alone, for those who read runs; it cannot be trained on.
+    """Write a folder with one checkpoint of weights alone. Every reader of runs takes it; no run can go on from it.
 
     Args:
         weights: by canonical name.
-        config: of the run that they come from, resolved; data: facts about its data.
-        tokenizer: content of its tokenizer.json.
-        origin: where the weights come from, in JSON: what manifest.json will hold.
+        config: the resolved configuration of the run that the weights come from.
+        data: metadata of that run's data.
+        tokenizer: the content of its tokenizer.json.
+        origin: what manifest.json will hold: where the weights come from, in JSON.
 
     Raises:
-        ValueError: see `new_folder`; or another process writes it.
+        ValueError: see `check_new_folder`; or another process writes the folder.
     """
-    with whole_folder(folder, new_folder) as partial:
+    with whole_folder(folder, check_new_folder) as partial:
         if tokenizer is not None:
             replace(partial / TOKENIZER, tokenizer)
         replace(partial / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))).encode())
         replace(partial / "manifest.json", (json.dumps(dict(origin), indent=1) + "\n").encode())
-        about = {"config": dict(config), "data": dict(data), "wandb_id": None}
-        here = World(0, 1, torch.device("cpu"))
-        Checkpoints(partial / "checkpoints", here, about=about).save(step, {"model": _Weights(weights)}, wait=True)
+        metadata = {"config": dict(config), "data": dict(data), "wandb_id": None}
+        checkpoints = Checkpoints(partial / "checkpoints", World(0, 1, torch.device("cpu")), metadata=metadata)
+        checkpoints.save(step, {"model": _Weights(weights)}, wait=True)

@@ -296,14 +296,14 @@ def fail_on_one(part: Part, folder: Path) -> list:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     checkpoints.save(2, state)
     if part.rank == 1:
-        checkpoints._writing.join()
+        checkpoints._writer.join()
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     try:
         checkpoints.settle(wait=True)
         raised = None
     except OSError as error:
         raised = str(error)
-    settled, newest = checkpoints.settle(), checkpoints.read()[0]
+    settled, newest = checkpoints.settle(), checkpoints.open_newest().step
     return [raised, settled, sorted(path.name for path in folder.iterdir()), newest]
 
 

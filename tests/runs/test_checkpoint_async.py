@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from muown_train.runs import checkpoint_files
-from muown_train.runs.checkpoint import Checkpoints, about_newest
+from muown_train.runs.checkpoint import Checkpoints
+from muown_train.runs.checkpoint_reader import read_newest_metadata
 from muown_train.runtime.distributed import World
 from tests.runs.test_checkpoint import HERE, Box, assert_same, some_state
 
@@ -32,10 +33,10 @@ def numbers(value: float, elements: int = 1000) -> dict:
 
 def value_in(folder: Path) -> tuple[int, float] | None:
     """Step and value of the newest checkpoint of `numbers`, of which every element is checked."""
-    found = Checkpoints(folder, HERE).read()
-    if found is None:
+    opened = Checkpoints(folder, HERE).open_newest()
+    if opened is None:
         return None
-    step, flat = found
+    step, flat = opened.step, opened.load_all()
     assert (flat["x/w"] == flat["x/w"][0]).all()
     return step, float(flat["x/w"][0])
 
@@ -56,26 +57,27 @@ def gate(monkeypatch):
 
 
 def test_what_changes_after_save_does_not_reach_the_checkpoint(tmp_path, gate):
-    checkpoints = Checkpoints(tmp_path, HERE, about={"id": "a"})
+    checkpoints = Checkpoints(tmp_path, HERE, metadata={"id": "a"})
     w, rest = torch.ones(1000), {"rows": [1]}
     checkpoints.save(1, {"x": Box({"w": w, **rest})}, loss=2.5)
     w.zero_()
     rest["rows"].append(2)
-    checkpoints.about["id"] = "b"
-    assert checkpoints.settle() is False and about_newest(tmp_path) is None
+    checkpoints.metadata["id"] = "b"
+    assert checkpoints.settle() is False and read_newest_metadata(tmp_path) is None
     assert names(tmp_path) == ["partial-step-00000001"]
     gate.set()
     assert checkpoints.settle(wait=True) is True
-    assert about_newest(tmp_path) == {"id": "a"}
+    assert read_newest_metadata(tmp_path) == {"id": "a"}
     assert json.loads((tmp_path / "step-00000001" / "index.json").read_text())["valid_loss"] == 2.5
-    step, flat = Checkpoints(tmp_path, HERE).read()
-    assert step == 1 and (flat["x/w"] == 1).all() and flat["x/rows"] == [1]
+    opened = Checkpoints(tmp_path, HERE).open_newest()
+    flat = opened.load_all()
+    assert opened.step == 1 and (flat["x/w"] == 1).all() and flat["x/rows"] == [1]
 
 
 def test_without_wait_it_is_published_once_written(tmp_path):
     checkpoints = Checkpoints(tmp_path, HERE)
     checkpoints.save(1, numbers(1))
-    checkpoints._writing.join()
+    checkpoints._writer.join()
     assert checkpoints.settle() and names(tmp_path) == ["step-00000001"]
 
 
@@ -126,7 +128,8 @@ def test_files_are_what_the_library_reads_and_writes(tmp_path):
 @pytest.mark.parametrize("keys", [["a"], []])
 def test_a_rank_may_have_nothing_to_write(tmp_path, keys):
     Checkpoints(tmp_path, HERE).save(1, {"x": Box(dict.fromkeys(keys, 1))}, wait=True)
-    assert Checkpoints(tmp_path, HERE).read() == (1, dict.fromkeys((f"x/{key}" for key in keys), 1) or {"x": {}})
+    opened = Checkpoints(tmp_path, HERE).open_newest()
+    assert opened.step == 1 and opened.load_all() == (dict.fromkeys((f"x/{key}" for key in keys), 1) or {"x": {}})
 
 
 # --- failing to write ---------------------------------------------------------------------------------------------
@@ -157,7 +160,7 @@ def test_a_failed_earlier_save_does_not_stand_in_the_way(tmp_path, monkeypatch, 
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint_files, "write_rank", broken)
         checkpoints.save(2, numbers(2))
-        checkpoints._writing.join()
+        checkpoints._writer.join()
     if then == "save":
         checkpoints.save(3, numbers(3), wait=True)
         assert names(tmp_path) == ["step-00000001", "step-00000003"]
@@ -270,11 +273,11 @@ def test_a_program_that_ends_while_writing_ends_at_once(tmp_path):
         from tests.runs.test_checkpoint import Box
         checkpoints = Checkpoints(Path(sys.argv[1]), World(0, 1, torch.device("cpu")))
         checkpoints.save(1, {"x": Box({"w": torch.ones(50_000_000)})})
-        assert checkpoints._writing.is_alive()
+        assert checkpoints._writer.is_alive()
     """
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert Checkpoints(tmp_path, HERE).read() is None
+    assert Checkpoints(tmp_path, HERE).open_newest() is None
 
 
 # --- what stays ---------------------------------------------------------------------------------------------------
@@ -338,10 +341,10 @@ def test_steps_are_compared_as_numbers_and_other_names_left_alone(tmp_path):
 
 
 def test_about_the_newest_that_can_be_read(tmp_path):
-    assert about_newest(tmp_path / "none") is None
+    assert read_newest_metadata(tmp_path / "none") is None
     for step in (1, 2, 3):
-        Checkpoints(tmp_path, HERE, keep=9, about={"step": step}).save(step, some_state(step), wait=True)
+        Checkpoints(tmp_path, HERE, keep=9, metadata={"step": step}).save(step, some_state(step), wait=True)
     (tmp_path / "step-00000003" / "index.json").write_text("[]")
-    assert about_newest(tmp_path) == {"step": 2}
+    assert read_newest_metadata(tmp_path) == {"step": 2}
     (tmp_path / "step-00000002" / "index.json").unlink()
-    assert about_newest(tmp_path) == {"step": 1}
+    assert read_newest_metadata(tmp_path) == {"step": 1}

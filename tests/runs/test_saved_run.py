@@ -9,7 +9,7 @@ import torch
 from filelock import FileLock
 
 from muown_train.runs import checkpoint_files as files
-from muown_train.runs.checkpoint import read
+from muown_train.runs.checkpoint import Checkpoints
 from muown_train.runs.saved_run import open_run, write_run
 from muown_train.runtime.distributed import World
 from tests.helpers.ranks import on_ranks
@@ -31,8 +31,8 @@ def test_the_model_is_what_was_trained(run):
     assert saved.step == 12
     ids = torch.arange(32)[None]
     with torch.no_grad():
-        assert torch.equal(saved.model()(ids), run.model.eval()(ids))
-    tokenizer = saved.tokenizer()
+        assert torch.equal(saved.load_model()(ids), run.model.eval()(ids))
+    tokenizer = saved.load_tokenizer()
     assert tokenizer.fingerprint == run.data.tokenizer.fingerprint
     assert tokenizer.decode(tokenizer.encode_batch(["The kaban"])[0]) == "The kaban"
     assert snapshot(run.folder) == before
@@ -55,7 +55,7 @@ def train_on_this_rank(world: World, corpus: Path, out: Path) -> dict[str, torch
 @pytest.mark.slow
 def test_of_two_ranks(corpus, tmp_path):
     weights = on_ranks(2, train_on_this_rank, corpus, tmp_path)[0]
-    loaded = dict(open_run(tmp_path / "run").model().named_parameters())
+    loaded = dict(open_run(tmp_path / "run").load_model().named_parameters())
     assert loaded.keys() == weights.keys()
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)
 
@@ -84,24 +84,26 @@ def test_what_is_no_run_is_said(tmp_path):
 
 def test_a_strangers_configuration_runs_no_code(run, tmp_path):
     saved = open_run(run.folder)
-    config = {**saved.config, "model": {"_target_": "os.system", "command": "true"}, "trust": ["os.system"]}
-    write_run(tmp_path / "theirs", saved.weights(), config, 1, saved.data, None, {})
+    config = {**saved.config.to_dict(), "model": {"_target_": "os.system", "command": "true"}, "trust": ["os.system"]}
+    write_run(tmp_path / "theirs", saved.load_weights(), config, 1, saved.data, None, {})
     with pytest.raises(ValueError, match=r"model._target_='os.system' is not among"):
-        open_run(tmp_path / "theirs").model()
+        open_run(tmp_path / "theirs").load_model()
 
 
 def test_what_is_written_is_read(run, tmp_path):
     saved = open_run(run.folder)
-    doubled = {name: 2 * weight for name, weight in saved.weights().items()}
+    doubled = {name: 2 * weight for name, weight in saved.load_weights().items()}
     folder = tmp_path / "doubled"
-    write_run(folder, doubled, saved.config, saved.step, saved.data, saved.tokenizer().raw, {"made": "here"})
+    write_run(
+        folder, doubled, saved.config.to_dict(), saved.step, saved.data, saved.load_tokenizer().raw, {"made": "here"}
+    )
     again = open_run(folder)
     assert again.step == saved.step and again.opened.weights_alone and not saved.opened.weights_alone
-    assert all(torch.equal(weight, doubled[name]) for name, weight in again.weights().items())
-    assert again.tokenizer().fingerprint == saved.tokenizer().fingerprint
+    assert all(torch.equal(weight, doubled[name]) for name, weight in again.load_weights().items())
+    assert again.load_tokenizer().fingerprint == saved.load_tokenizer().fingerprint
     assert json.loads((folder / "manifest.json").read_text()) == {"made": "here"}
     with pytest.raises(ValueError, match="doubled exists"):
-        write_run(folder, doubled, saved.config, 1, saved.data, None, {})
+        write_run(folder, doubled, saved.config.to_dict(), 1, saved.data, None, {})
 
 
 def copied(run, folder: Path) -> Path:
@@ -118,8 +120,8 @@ class Training:
     """
 
     def __init__(self, monkeypatch, times: int, first: bool) -> None:
-        self.left, self.first, self.checked = times, first, files.fault
-        monkeypatch.setattr(files, "fault", self.fault)
+        self.left, self.first, self.checked = times, first, files.find_fault
+        monkeypatch.setattr(files, "find_fault", self.fault)
 
     def fault(self, checkpoint: Path) -> str | None:
         found = None if self.first else self.checked(checkpoint)
@@ -129,10 +131,10 @@ class Training:
         return self.checked(checkpoint) if self.first else found
 
     def goes_on(self, folder: Path) -> None:
-        newest = files.newest_first(folder)[0]
-        later = newest.with_name(f"step-{files.step_of(newest) + 1:08d}")
+        newest = files.list_checkpoints(folder)[0]
+        later = newest.with_name(f"step-{files.parse_step(newest) + 1:08d}")
         shutil.copytree(newest, later)
-        index = json.loads((later / "index.json").read_text()) | {"step": files.step_of(later)}
+        index = json.loads((later / "index.json").read_text()) | {"step": files.parse_step(later)}
         (later / "index.json").write_text(json.dumps(index))
         files.prune(folder, 1, None, False).join()
 
@@ -142,14 +144,14 @@ def test_a_run_that_removes_its_newest_meanwhile(run, tmp_path, monkeypatch, cap
     folder = copied(run, tmp_path / "run")
     Training(monkeypatch, 2, first)
     saved = open_run(folder)
-    assert saved.step == 14 and files.newest_first(folder / "checkpoints") == [saved.checkpoint]
+    assert saved.step == 14 and files.list_checkpoints(folder / "checkpoints") == [saved.checkpoint]
     assert not capsys.readouterr().err  # nothing is damaged
     Training(monkeypatch, 1, first)
     with pytest.raises(ValueError, match=r"step-00000014: the run has removed step 14 meanwhile"):
         open_run(folder, step=14)
     Training(monkeypatch, 1, first)
     with pytest.raises(ValueError, match=r"step-00000015: the run has removed step 15 meanwhile"):
-        open_run(files.newest_first(folder / "checkpoints")[0])
+        open_run(files.list_checkpoints(folder / "checkpoints")[0])
     Training(monkeypatch, 1000, first)
     with pytest.raises(ValueError, match=r"the run has removed step 20 meanwhile"):
         open_run(folder)
@@ -157,21 +159,22 @@ def test_a_run_that_removes_its_newest_meanwhile(run, tmp_path, monkeypatch, cap
 
 def test_what_is_open_can_be_read_when_it_is_removed(run, tmp_path):
     folder = copied(run, tmp_path / "run")
-    saved, before = open_run(folder), open_run(run.folder).weights()
+    saved, before = open_run(folder), open_run(run.folder).load_weights()
     shutil.rmtree(folder)
-    weights = saved.weights()
+    weights = saved.load_weights()
     assert weights.keys() == before.keys() and all(torch.equal(weights[name], before[name]) for name in before)
     ids = torch.arange(32)[None]
-    assert torch.equal(saved.model()(ids), run.model.eval()(ids))
+    assert torch.equal(saved.load_model()(ids), run.model.eval()(ids))
 
 
 def test_a_state_to_go_on_from_that_is_removed(run, tmp_path):
     folder = copied(run, tmp_path / "run") / "checkpoints"
     checkpoint = folder / "step-00000008"
-    assert read(checkpoint)[0] == 8
+    checkpoints = Checkpoints(folder, World(0, 1, torch.device("cpu")))
+    assert checkpoints.load({}, checkpoint) == 8
     files.prune(folder, 1, None, False).join()
     with pytest.raises(OSError, match=r"step-00000008: the run has removed step 8 meanwhile"):
-        read(checkpoint)
+        checkpoints.load({}, checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +194,7 @@ def test_an_index_that_does_not_list_its_files_is_damage(run, tmp_path, change, 
     file.write_text(json.dumps(index))
     with pytest.raises(ValueError, match=f"step-00000012 is damaged: index.json .*{says}"):
         open_run(folder, step=12)
-    assert [index["step"] for index in files.complete(folder / "checkpoints")] == [8]
+    assert [index["step"] for index in files.read_complete_indices(folder / "checkpoints")] == [8]
 
 
 def test_a_rank_that_the_index_does_not_list_is_damage(run, tmp_path):
@@ -237,12 +240,12 @@ def test_a_strangers_odd_index_is_one_sentence(run, tmp_path, change, says):
     change(index)
     file.write_text(json.dumps(index))
     with pytest.raises(ValueError, match=says):
-        open_run(folder).model()
+        open_run(folder).load_model()
 
 
 def test_a_folder_is_written_whole_or_not_at_all(run, tmp_path, monkeypatch):
     saved, folder = open_run(run.folder), tmp_path / "new"
-    words = (saved.weights(), saved.config, 1, saved.data, None, {})
+    words = (saved.load_weights(), saved.config.to_dict(), 1, saved.data, None, {})
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -264,7 +267,9 @@ def test_a_folder_is_written_whole_or_not_at_all(run, tmp_path, monkeypatch):
 
 def test_weights_alone_are_not_trained_on(corpus, run, tmp_path):
     saved = open_run(run.folder)
-    write_run(tmp_path / "run", saved.weights(), saved.config, 12, saved.data, saved.tokenizer().raw, {})
+    write_run(
+        tmp_path / "run", saved.load_weights(), saved.config.to_dict(), 12, saved.data, saved.load_tokenizer().raw, {}
+    )
     before = snapshot(tmp_path / "run")
     with pytest.raises(ValueError, match=r"run holds weights alone, .* another name, and init_from=.*/run"):
         trained(corpus, tmp_path)

@@ -1,0 +1,231 @@
+"""The reader of checkpoints, for the trainer that resumes and for everything else that uses a run's weights.
+
+Opening a checkpoint makes nothing else of its run. Its files stay open, so that its content can be read as long as it is
+needed, even if the run removes it meanwhile.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from muown_train.runs import checkpoint_files as files
+from muown_train.runs.checkpoint_files import CheckpointRemovedError, removed_error
+
+_MODEL = "model/"  # prefix of the keys of weights in a checkpoint
+_OPTIMIZER = "optimizer/"
+_ATTEMPTS = 5  # to open the newest checkpoint of a run that goes on removing them
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A whole checkpoint. Its content can be read as long as this object exists, whatever the run removes meanwhile."""
+
+    folder: Path
+    step: int
+    metadata: dict[str, Any]  # what the checkpoint says about its run, such as `config` and `data`
+    weights_alone: bool  # it holds no state from which a run could go on
+    tensors: dict[str, Callable[[], Tensor]]  # a function that reads each tensor, by key
+    rest: dict[str, Any]  # everything that is not a tensor, by key, such as `data/rows`
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration of the run."""
+        config: dict[str, Any] = self.metadata["config"]
+        return config
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Metadata of the run's data."""
+        data: dict[str, Any] = self.metadata.get("data", {})
+        return data
+
+    @cached_property
+    def readers(self) -> dict[str, Callable[[], Tensor]]:
+        """A function that reads each weight, by canonical name."""
+        return {key.removeprefix(_MODEL): read for key, read in self.tensors.items() if key.startswith(_MODEL)}
+
+    def load_weights(self) -> dict[str, Tensor]:
+        """Return all weights by canonical name, on the CPU, as they were saved."""
+        return {name: read() for name, read in self.readers.items()}
+
+    def load_optimizer_state(self, names: Collection[str]) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors of optimizer state with these names, on the CPU, for each parameter's canonical name.
+
+        A parameter without any of them has an empty dictionary. A checkpoint of weights alone has no parameter here.
+        """
+        state: dict[str, dict[str, Tensor]] = {}
+        for key, read in self.tensors.items():
+            if key.startswith(_OPTIMIZER):
+                parameter, _, name = key.removeprefix(_OPTIMIZER).rpartition("/")
+                state.setdefault(parameter, {}).update({name: read()} if name in names else {})
+        return state
+
+    def load_all(self) -> dict[str, Any]:
+        """Return everything that the ranks saved, flat: tensors on the CPU, and the rest."""
+        return {key: read() for key, read in self.tensors.items()} | self.rest
+
+
+def warn_on_stderr(sentence: str) -> None:
+    """Print a warning, such as that a damaged checkpoint is passed over."""
+    print(f"warning: {sentence}", file=sys.stderr, flush=True)
+
+
+def open_checkpoint(
+    path: Path, step: int | None = None, warn: Callable[[str], None] = warn_on_stderr
+) -> OpenCheckpoint:
+    """Find a whole checkpoint of a run and open it.
+
+    Args:
+        path: the folder of a run, or of one checkpoint.
+        step: the step after which it was saved; by default that of the newest checkpoint that is whole.
+        warn: called with a sentence for each damaged checkpoint that is passed over.
+
+    Raises:
+        ValueError: there is no such checkpoint, the requested one is damaged, or it does not describe its run.
+        CheckpointRemovedError: the run removed the checkpoint while it was read, or, if any of them would do, removed
+            the newest again and again.
+    """
+    one = step is not None or _is_checkpoint(path)
+    attempts = 1 if one else _ATTEMPTS
+    while True:
+        attempts -= 1
+        try:
+            opened = open_files(_find_checkpoint(path, step, warn))
+            _check_metadata(opened)
+            return opened
+        except CheckpointRemovedError:
+            if not attempts:
+                raise
+
+
+def list_steps(run: Path) -> list[int]:
+    """Return the steps of a run's checkpoints, in order, whatever their state.
+
+    Raises:
+        ValueError: the folder has no checkpoint.
+    """
+    return [files.parse_step(checkpoint) for checkpoint in reversed(_list_candidates(run))]
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / files.INDEX).exists() and path in files.list_checkpoints(path.parent)
+
+
+def _list_candidates(path: Path) -> list[Path]:
+    """Return the checkpoints that a path names, newest first; at least one."""
+    if _is_checkpoint(path):
+        return [path]
+    if not path.is_dir():
+        raise ValueError(f"there is no folder {path}: give that of a run, such as runs/NAME")
+    checkpoints = files.list_checkpoints(path / "checkpoints")
+    if not checkpoints:
+        raise ValueError(f"{path} has no checkpoint: it is not a run's folder, or the run has not saved yet")
+    return checkpoints
+
+
+def _find_checkpoint(path: Path, step: int | None, warn: Callable[[str], None]) -> Path:
+    """Return the folder of the checkpoint that `open_checkpoint` opens."""
+    candidates = _list_candidates(path)
+    if step is not None:
+        steps = [files.parse_step(checkpoint) for checkpoint in candidates]
+        if step not in steps:
+            raise ValueError(f"{path} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
+        candidates = [candidates[steps.index(step)]]
+    faults: list[str] = []
+    whole = files.find_newest_whole(candidates, lambda one, fault: faults.append(f"{one} is damaged: {fault}"))
+    if whole is None:
+        raise ValueError("; ".join(faults))
+    for fault in faults:
+        warn(f"{fault}; {whole.name} is read instead")
+    return whole
+
+
+def open_files(checkpoint: Path) -> OpenCheckpoint:
+    """Open the files of a checkpoint that has been found to be whole.
+
+    Raises:
+        CheckpointRemovedError: the run has removed it meanwhile.
+        ValueError: a file does not hold what belongs there.
+    """
+    tensors: dict[str, Callable[[], Tensor]] = {}
+    rest: dict[str, Any] = {}
+    path = checkpoint / files.INDEX
+    try:
+        index = json.loads(path.read_text())
+        for path in (checkpoint / name for name in index["files"]):
+            if path.suffix == ".json":
+                rest |= json.loads(path.read_text())
+            else:
+                tensors |= _open_tensors(path)
+    except FileNotFoundError:
+        raise removed_error(checkpoint) from None
+    except (SafetensorError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    step = index.get("step")
+    if step != files.parse_step(checkpoint):
+        raise ValueError(f"{checkpoint / files.INDEX} has step={step!r}, which is not that of the folder")
+    alone = files.holds_weights_alone(index)
+    return OpenCheckpoint(checkpoint, step, index.get("about"), alone, tensors, rest)
+
+
+def _open_tensors(path: Path) -> dict[str, Callable[[], Tensor]]:
+    file = safe_open(path, "pt")
+    return {key: partial(file.get_tensor, key) for key in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
+
+
+def _check_metadata(opened: OpenCheckpoint) -> None:
+    """Check that a checkpoint, which may be a stranger's, describes the model and the data of its run.
+
+    Raises:
+        ValueError: it does not.
+    """
+    folder, metadata = opened.folder, opened.metadata
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("config"), dict):
+        raise ValueError(f"{folder} does not say what it is a checkpoint of: it was written by an earlier version")
+    model, data = metadata["config"].get("model"), metadata.get("data", {})
+    if not isinstance(model, dict) or not isinstance(model.get("_target_"), str):
+        raise ValueError(f"{folder} has the configuration model={model!r}: it must be a mapping with a _target_")
+    if not isinstance(data, dict):
+        raise ValueError(f"{folder} has data={data!r}: it must be a mapping")
+
+
+def read_newest_metadata(folder: Path) -> dict[str, Any] | None:
+    """Return the metadata of a run's newest checkpoint whose index can be read; None if there is none.
+
+    Nothing is verified, and the call is not collective.
+
+    Args:
+        folder: the folder of the run's checkpoints.
+
+    Raises:
+        ValueError: it holds weights alone, so that no run can go on from it.
+    """
+    for checkpoint in files.list_checkpoints(folder):
+        index = files.read_index(checkpoint)
+        if index is not None:
+            if files.holds_weights_alone(index):
+                raise ValueError(
+                    f"{folder.parent} holds weights alone, as an average or an import does: to train on from them "
+                    f"give the run another name, and init_from={folder.parent}"
+                )
+            metadata = index.get("about")
+            return metadata if isinstance(metadata, dict) else {}
+    return None
+
+
+def check_finite(name: str, weight: Tensor) -> Tensor:
+    """Return the weight itself.
+
+    Raises:
+        ValueError: it holds NaN or infinity.
+    """
+    if not weight.isfinite().all():
+        raise ValueError(f"{name} holds numbers that are not finite: the model has diverged, or was damaged")
+    return weight
