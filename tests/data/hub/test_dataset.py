@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muown_train.data.hub import dataset as hub_source
+from muown_train.data.hub import streaming
 from muown_train.data.hub.dataset import PIECES, _split, _write_held_out
-from muown_train.data.hub.files import HubFiles, Unit, streaming
-from muown_train.data.hub.files import dataset as hub_source
+from muown_train.data.hub.files import HubFiles, Unit
 from muown_train.data.hub.retry import Retry
 from muown_train.data.hub.streaming import Cursor, Shuffle, read_windows
 from muown_train.data.loader import Loader

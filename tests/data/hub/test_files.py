@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from muown_train.data.hub.files import HubFiles, Unit, retry
+from muown_train.data.hub import retry
+from muown_train.data.hub.files import HubFiles, Unit
 from muown_train.data.hub.retry import Interrupted, Retry, transient
 from tests.helpers.hub_server import Fault, Hub
 
