@@ -30,7 +30,7 @@ from muown_train.runtime.distributed import World
 from muown_train.runtime.redaction import redacted_tree
 from muown_train.runtime.stop_signal import Stop
 from muown_train.training.continuation import Source
-from muown_train.training.divergence import Guard
+from muown_train.training.divergence import DivergenceMonitor
 from muown_train.training.optimizers import build_optimizer
 from muown_train.training.run import Run, lock_folder
 from muown_train.training.schedule import build_schedule
@@ -107,7 +107,7 @@ def build_run(config: RunConfig, world: World, source: Source | None = None) -> 
             | {"wandb_id": (metadata or {}).get("wandb_id"), "origin": origin},
         ),
         settings=settings,
-        guard=Guard(
+        monitor=DivergenceMonitor(
             config.max_bad_updates,
             config.on_bad_updates,
             config.max_rollbacks,

@@ -1,6 +1,6 @@
-"""When a run cannot go on as it is: updates whose gradients are no numbers, and losses that have run away.
+"""Find when a run cannot go on as it is: steps whose gradients are not finite, and losses that have run away.
 
-What is judged are the lines of metrics, which are the same on every rank, so that all ranks judge alike.
+The monitor judges lines of metrics, which are the same on every rank, so all ranks come to the same decision.
 """
 
 import math
@@ -9,21 +9,21 @@ from dataclasses import dataclass, field
 
 from muown_train.runs.metrics import Line
 
-Rows = tuple[int, int]  # of the data: first, and the one after the last
+RowSpan = tuple[int, int]  # rows of the data: the first, and the one after the last
 
 
 @dataclass
-class Guard:
-    """The rules of a run.
+class DivergenceMonitor:
+    """Counts skipped steps and watches the training loss.
 
     Args:
-        max_bad_updates: so many skipped updates in a row are too many.
-        on_bad_updates: "rollback" goes back to the last checkpoint and past the rows of those updates, "stop" ends
+        max_bad_updates: this many skipped steps in a row are too many.
+        on_bad_updates: "rollback" goes back to the last checkpoint and leaves out the rows of those steps, "stop" ends
             the run as diverged.
-        max_rollbacks: one more ends the run as diverged.
-        diverged_above: a training loss, in nats per token, above which the run has diverged; None: any is fine.
-        diverged_from: judged only after so many updates.
-        window: so many updates give one mean loss to judge.
+        max_rollbacks: one rollback more ends the run as diverged.
+        diverged_above: a training loss, in nats per token, above which the run has diverged; None allows any.
+        diverged_from: the loss is judged only after this many steps.
+        window: the number of steps whose mean loss is judged.
     """
 
     max_bad_updates: int = 10
@@ -33,20 +33,21 @@ class Guard:
     diverged_from: int = 0
     window: int = 10
     rollbacks: int = field(default=0, init=False)
-    bad_rows: list[Rows] = field(default_factory=list, init=False)  # of the last skipped updates in a row
+    bad_rows: list[RowSpan] = field(default_factory=list, init=False)  # of the latest skipped steps in a row
     losses: list[float] = field(default_factory=list, init=False)  # of the window that has begun
 
-    def bad_updates(self, lines: Sequence[Line], rows: Sequence[Rows]) -> str | None:
-        """Why there are too many bad updates; None if there are not.
+    def find_bad_steps(self, lines: Sequence[Line], rows: Sequence[RowSpan]) -> str | None:
+        """Return a sentence if too many steps in a row were skipped, else None.
 
         Args:
-            rows: that each of the updates was to be trained on.
+            lines: the lines of the steps since the last call.
+            rows: the rows of each of these steps.
         """
-        updates = 0
+        last = 0
         for line, span in zip(lines, rows, strict=True):
             if line.get("train/skipped"):
                 self.bad_rows.append(span)
-                updates = line["step"]
+                last = line["step"]
             elif len(self.bad_rows) >= self.max_bad_updates:
                 break
             else:
@@ -54,10 +55,10 @@ class Guard:
         count = len(self.bad_rows)
         if count < self.max_bad_updates:
             return None
-        return f"gradients were not finite in {count} updates in a row, the last one {updates}"
+        return f"gradients were not finite in {count} steps in a row, up to step {last}"
 
-    def diverged(self, lines: Sequence[Line]) -> str | None:
-        """Why the run has diverged; None if it has not. Windows end where the number of updates is a multiple."""
+    def find_divergence(self, lines: Sequence[Line]) -> str | None:
+        """Return a sentence if the run has diverged, else None. Windows end at multiples of their length."""
         reason = None
         if self.diverged_above is None:
             return None
@@ -65,14 +66,19 @@ class Guard:
             self.losses.append(line["train/loss"])
             if line["step"] % self.window:
                 continue
-            known = [loss for loss in self.losses if math.isfinite(loss)]
-            whole = len(self.losses) == self.window  # after a resume the first may not be
+            finite = [loss for loss in self.losses if math.isfinite(loss)]
+            complete = len(self.losses) == self.window  # the first window after a resume may be cut
             self.losses.clear()
-            if whole and known and line["step"] > self.diverged_from:
-                mean = sum(known) / len(known)
+            if complete and finite and line["step"] > self.diverged_from:
+                mean = sum(finite) / len(finite)
                 if mean > self.diverged_above:
                     reason = (
-                        f"training loss {mean:.4f}, the mean of {self.window} updates up to update {line['step']}, "
+                        f"training loss {mean:.4f}, the mean of {self.window} steps up to step {line['step']}, "
                         f"is above diverged_above={self.diverged_above:g}"
                     )
         return reason
+
+    def restart(self) -> None:
+        """Forget the steps seen so far, before the run goes back to a checkpoint."""
+        self.bad_rows.clear()
+        self.losses.clear()

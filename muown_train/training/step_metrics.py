@@ -1,44 +1,121 @@
-"""Updates whose numbers may still be on the device: what is known of them, and when the data failed."""
+"""Turn finished steps into lines of metrics. Their numbers stay on the device until a boundary needs them."""
 
 import math
-from collections.abc import Sequence
+import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from muown_train.config.schema import TrainerSettings
 from muown_train.runs.checkpoint import State
 from muown_train.runs.metrics import Line
 from muown_train.runtime.distributed import World
-from muown_train.training.divergence import Rows
+from muown_train.training.divergence import RowSpan
 
 
 @dataclass
-class Update:
-    """One update whose numbers may still be on the device."""
+class StepRecord:
+    """One step whose numbers may still be on the device."""
 
     line: Line
     loss: Tensor  # () float64, summed over this rank's targets / global count of targets
     grad_norm: Tensor  # () float32, the same on every rank
-    hash: int  # of this rank's rows; int64, adds up over ranks
-    rows: Rows  # of all ranks
-    place: State  # of the loader before it
-    fault: str | None  # what kept this rank's data from coming
+    hash: int  # of this rank's rows; int64, the hashes of all ranks are added up
+    rows: RowSpan  # of all ranks
+    data_state: State  # of the loader before the step
+    fault: str | None  # why this rank had no data
     waited: float  # seconds for data
 
 
-def gradient_norms(updates: Sequence[Update]) -> list[float]:
-    """Of each update, on the host, which waits for the last; no finite number where it was left out."""
-    return [float(norm) for norm in torch.stack([update.grad_norm for update in updates]).tolist()]
+class StepMetrics:
+    """The steps since the last boundary, and the clock of training, which stands still in evaluation and saving."""
+
+    def __init__(self, settings: TrainerSettings, world: World) -> None:
+        self.settings, self.world = settings, world
+        self.pending: list[StepRecord] = []
+        self.seconds = 0.0  # of training up to the last boundary, over all restarts
+        self.rolled_back = False  # since the last boundary
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        """Begin to count the seconds of the next steps."""
+        self.started = time.perf_counter()
+
+    def add(self, record: StepRecord) -> None:
+        """Take a step that was just done."""
+        self.pending.append(record)
+
+    def find_fault(self) -> tuple[int, str] | None:
+        """Return which pending step is the first without data on some rank, and why; a collective call.
+
+        The gradients of that step and of those after it are NaN on every rank. Only then do the ranks communicate.
+        """
+        if all(map(math.isfinite, self._grad_norms())):
+            return None
+        own = next(((i, record.fault) for i, record in enumerate(self.pending) if record.fault), None)
+        return min((fault for fault in self.world.gather(own) if fault), default=None)
+
+    def collect(self) -> tuple[list[Line], list[Line]]:
+        """Bring the numbers of the pending steps to the host; a collective call.
+
+        Returns:
+            The lines of the steps, and an event for each step that was skipped.
+        """
+        losses = torch.zeros(self.world.size, len(self.pending), dtype=torch.float64)
+        losses[self.world.rank] = torch.stack([record.loss for record in self.pending])
+        losses = self.world.sum(losses)  # the losses of each rank
+        norms = self._grad_norms()
+        hashes = self.world.sum(torch.tensor([record.hash for record in self.pending])).tolist()
+        seconds = time.perf_counter() - self.started
+        lines: list[Line] = []
+        events: list[Line] = []
+        for i, record in enumerate(self.pending):
+            line = record.line
+            line["time"] = self.seconds + seconds * (i + 1) / len(self.pending)
+            line["train/loss"], line["train/grad_norm"] = losses[:, i].sum().item(), norms[i]
+            line["data/hash"] = f"{hashes[i] % 2**64:016x}"
+            if not math.isfinite(norms[i]):
+                line["train/skipped"] = True
+                events.append(_describe_skipped(line, losses[:, i], record.rows))
+            lines.append(line)
+        if events:
+            lines[-1]["train/skipped_updates"] = len(events)
+        if self.rolled_back:
+            lines[-1]["train/rolled_back"], self.rolled_back = True, False
+        lines[-1] |= self._measure_speed(seconds)
+        self.seconds += seconds
+        self.pending = []
+        return lines, events
+
+    def _grad_norms(self) -> list[float]:
+        """Return the gradient norm of each pending step, not finite if it is skipped; the host waits for the last."""
+        return [float(norm) for norm in torch.stack([record.grad_norm for record in self.pending]).tolist()]
+
+    def _measure_speed(self, seconds: float) -> Line:
+        """Return what is measured once per boundary, over the pending steps."""
+        tokens = len(self.pending) * self.settings.batch_tokens
+        line: Line = {
+            "system/tokens_per_second": tokens / seconds,
+            "system/seconds_left": (self.settings.steps - self.pending[-1].line["step"]) * seconds / len(self.pending),
+            "data/wait_fraction": sum(record.waited for record in self.pending) / seconds,
+        }
+        if self.settings.flops_per_token and self.settings.peak_flops:
+            peak = self.settings.peak_flops * self.world.size
+            line["system/mfu"] = self.settings.flops_per_token * tokens / seconds / peak
+        if self.world.device.type == "cuda":
+            line["system/peak_memory"] = torch.cuda.max_memory_allocated(self.world.device)
+        return line
 
 
-def first_fault(updates: Sequence[Update], world: World) -> tuple[int, str] | None:
-    """Which of the updates is the first without data on some rank, and why; a collective call.
+def _describe_skipped(line: Line, losses: Tensor, rows: RowSpan) -> Line:
+    """Return the event of a skipped step.
 
-    Its gradients, and those of the updates after it, are no numbers on any rank; only where there are such do the ranks
-    talk to each other.
+    Its "ranks" are those whose loss was not finite. Where the losses of all ranks were, a gradient was not.
+
+    Args:
+        losses: (ranks,) float64.
     """
-    if all(map(math.isfinite, gradient_norms(updates))):
-        return None
-    own = next(((i, update.fault) for i, update in enumerate(updates) if update.fault), None)
-    return min((fault for fault in world.gather(own) if fault), default=None)
+    numbers = {key: line[key] for key in ("step", "train/loss", "train/grad_norm", "data/hash")}
+    ranks = (~losses.isfinite()).nonzero().flatten().tolist()
+    return {"kind": "skipped update", **numbers, "ranks": ranks, "rows": list(rows)}

@@ -1,4 +1,4 @@
-"""The training loop: one step reads straight down, everything else happens between steps.
+"""The training loop. One step reads straight down in `Trainer.train_step`; everything else happens at boundaries.
 
 next(loader) -> summed loss / global count of targets -> backward (gradients are reduced with the last micro-batch
 only) -> clip -> lr = base * schedule(step) -> optimizer.step() -> zero_grad -> at boundaries log, evaluate, save.
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
@@ -30,20 +30,20 @@ from muown_train.runs.status import Outcome
 from muown_train.runtime.distributed import World, replicated
 from muown_train.runtime.replica_check import differing
 from muown_train.runtime.stop_signal import Stop
-from muown_train.training.divergence import Guard, Rows
-from muown_train.training.step_metrics import Update, first_fault, gradient_norms
+from muown_train.training.divergence import DivergenceMonitor
+from muown_train.training.step_metrics import StepMetrics, StepRecord
 
 
 class Trainer:
-    """Trains a model on the rows of a loader; the same calls on every rank.
+    """Trains a model on the rows of a loader. Every rank makes the same calls.
 
     Args:
-        model: `model(inputs (B, T), targets (B, T))` gives the summed loss; on world.device, maybe compiled.
+        model: `model(inputs (B, T), targets (B, T))` returns the summed loss; it is on world.device, maybe compiled.
         valid: (N,) token ids of the validation text.
-        guard: what ends the run or takes it back.
-        stop: what asks it to stop.
-        metrics: None on all ranks but the main one. `sinks` is set there once the run goes on.
-        probe: gives further numbers about the weights as they are, and changes nothing; called on every rank.
+        monitor: decides when the run ends as diverged or goes back to a checkpoint.
+        stop: asks the run to stop.
+        metrics: the run's record, on the main rank only. `sinks` are set there once the run goes on.
+        probe: measures the weights as they are and changes nothing; called on every rank.
     """
 
     def __init__(
@@ -56,175 +56,47 @@ class Trainer:
         valid: np.ndarray,
         checkpoints: Checkpoints,
         settings: TrainerSettings,
-        guard: Guard,
+        monitor: DivergenceMonitor,
         stop: Stop,
         metrics: Metrics | None = None,
         probe: Callable[[], Line] | None = None,
     ) -> None:
         self.world, self.model, self.optimizer, self.schedule = world, model, optimizer, schedule
         self.loader, self.valid, self.checkpoints, self.settings = loader, valid, checkpoints, settings
-        self.guard, self.stop, self.metrics, self.probe = guard, stop, metrics, probe
+        self.monitor, self.stop, self.metrics, self.probe = monitor, stop, metrics, probe
         self.random_state = RandomState(world)
         self.sinks: Sequence[Sink] = ()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.base_lrs = [group["lr"] for group in optimizer.param_groups]
         self.replica = model if world.size == 1 else replicated(model, world.device, settings.reduce_in_bfloat16)
         self.step = self.tokens = 0
-        self.rolled_back = False  # since the last boundary
+        self.step_metrics = StepMetrics(settings, world)
         self.unwritten: str | None = None  # why metrics.jsonl lacks lines
-        self.seconds = 0.0  # of training, without evaluation and saving, over all restarts
-        self.pending: list[Update] = []
-        self.resumed_at = time.perf_counter()
 
     def fit(self) -> Outcome:
-        """Train until the budget is spent, a stop is agreed on, or the run has diverged.
+        """Train until the budget is spent, the ranks agree on a stop, or the run has diverged.
 
         Raises:
             OSError: a checkpoint or the metrics could not be written, or the data failed; on every rank.
-            RuntimeError: the weights of the ranks have parted.
+            RuntimeError: the ranks no longer have the same weights.
         """
         self.begin()
         while self.step < self.settings.steps:
-            self.pending.append(self.train_step())
+            self.step_metrics.add(self.train_step())
             reason = self.stop.agreed()
             if self.step == self.settings.steps:
-                reason = None  # it ends anyhow
-            settings = self.settings
-            intervals = (settings.log_every, settings.eval_every, settings.save_every, settings.check_every)
-            if reason or self.probe_due() or any(self.due(every) for every in intervals if every):
-                outcome = self.boundary(reason)
+                reason = None  # the run ends anyway
+            if reason or self.is_boundary():
+                outcome = self.handle_boundary(reason)
                 if outcome:
                     return outcome
-                self.resumed_at = time.perf_counter()
+                self.step_metrics.start_clock()
         return Outcome("finished")
 
-    def begin(self) -> None:
-        """Evaluate and probe where that is still owed: before the first update, and where a stop came before it."""
-        written = self.metrics.read()[-1:] if self.metrics else []
-        last = written[0] if written and written[0]["step"] == self.step else {}
-        evaluation = self.step == 0 or not written or (self.due(self.settings.eval_every) and "valid/loss" not in last)
-        probe = self.probe_due() and "probe/seconds" not in last
-        evaluation, probe = self.world.gather((evaluation, probe))[0]
-        if evaluation or probe:
-            line = {"step": self.step, "tokens": self.tokens, "time": self.seconds, **last}
-            line |= self.measured(evaluation, probe)
-            self.world.on_main(lambda: self.metrics.amend(line) if self.metrics else None)
-            self.show([line])
-        self.resumed_at = time.perf_counter()
-
-    def boundary(self, stopping: str | None) -> Outcome | None:
-        """Bring the numbers of the updates since the last boundary to light, and act on them; a collective call.
-
-        Args:
-            stopping: why the run is to stop here.
-
-        Returns:
-            How the run ended, if it did.
-        """
-        self.stop_if_data_failed()
-        rows = [update.rows for update in self.pending]
-        lines = self.collect()
-        too_bad, diverged = self.guard.bad_updates(lines, rows), self.guard.diverged(lines)
-        if not (stopping or too_bad or diverged):
-            lines[-1] |= self.measured(self.due(self.settings.eval_every), self.probe_due())
-        elif diverged:
-            lines[-1]["train/diverged"] = True
-        self.record(lines)
-        if too_bad and self.guard.on_bad_updates == "rollback":
-            return self.roll_back(too_bad)
-        if too_bad or diverged:
-            return self.diverged(too_bad or diverged or "")
-        if self.settings.check_every and self.due(self.settings.check_every):
-            self.compare_weights()
-        last = bool(stopping) or self.step == self.settings.steps
-        # what bad updates lead to is not what to go back to
-        if last or (self.due(self.settings.save_every) and not self.guard.bad_rows):
-            self.unless_unsaved(lambda: self.save(lines[-1].get("valid/loss"), last), fatal=last)
-        self.unless_unsaved(self.checkpoints.settle)
-        return Outcome("stopped", stopping) if stopping else None
-
-    def roll_back(self, why: str) -> Outcome | None:
-        """Go back to the last checkpoint and past the rows of the bad updates; a collective call."""
-        updates, rows, before = self.step, list(self.guard.bad_rows), self.guard.rollbacks
-        self.guard.bad_rows.clear()
-        self.guard.losses.clear()
-        if before == self.guard.max_rollbacks:
-            return self.diverged(f"{why}, after {before} rollbacks")
-        skipped = [*self.loader.skipped, *rows]  # also those that the checkpoint does not know of
-        step = self.checkpoints.load(self.stateful())
-        if step is None:
-            return self.diverged(f"{why}, and there is no checkpoint to go back to")
-        self.guard.rollbacks = before + 1
-        self.rolled_back = True
-        self.loader.skip(skipped)
-        self.rewind(step)
-        if self.metrics:
-            self.metrics.event({"kind": "rollback", "step": updates, "to": step, "rows": rows, "reason": why})
-            print(f"{why}: going back to update {step}, and past {len(rows)} batches", flush=True)
-        return None
-
-    def rewind(self, step: int) -> None:
-        """Take what lies after `step` out of the metrics; a collective call."""
-        self.world.on_main(lambda: self.metrics.rewind(step) if self.metrics else None)
-
-    def diverged(self, why: str) -> Outcome:
-        """The end of a run that has diverged, which a checkpoint that fails does not change; a collective call."""
-        self.checkpoints.settle_or_warn()
-        return Outcome("diverged", why)
-
-    def compare_weights(self) -> None:
-        """Stop a run whose ranks no longer have the same weights; a collective call."""
-        parted = differing(self.model.named_parameters(), self.world)
-        if parted:
-            raise RuntimeError(f"after update {self.step} {parted}; the same command goes on from the last checkpoint")
-
-    def save(self, loss: float | None = None, wait: bool = False) -> None:
-        """Begin to write a checkpoint; a collective call.
-
-        Args:
-            loss: of the validation text after this update, if known.
-            wait: until it is on the disk.
-
-        Raises:
-            OSError: on every rank; also where metrics.jsonl lacks lines: going on from here would never write them.
-        """
-        self.world.on_main(self.sync_metrics)
-        self.checkpoints.save(self.step, self.stateful(), loss, wait)
-
-    def sync_metrics(self) -> None:
-        """Bring metrics.jsonl to the disk, which no checkpoint may outlast; on the main rank."""
-        if self.unwritten:
-            raise OSError(self.unwritten)
-        if self.metrics:
-            self.metrics.sync()
-
-    def unless_unsaved(self, save: Callable[[], Any], fatal: bool = False) -> None:
-        """Save; where that fails the run ends (always if `fatal`) or goes on without, as configured."""
-        try:
-            save()
-        except OSError as error:
-            if self.settings.stop_if_unsaved or fatal:
-                raise
-            if self.metrics:
-                print(f"{error}; going on without this checkpoint", file=sys.stderr, flush=True)
-
-    def due(self, every: int) -> bool:
-        """Whether this step is a boundary; the last one always is."""
-        return self.step % every == 0 or self.step == self.settings.steps
-
-    def probe_due(self) -> bool:
-        """Whether there is a probe, and this step is one of its own."""
-        return self.probe is not None and self.due(self.settings.probe_every or self.settings.steps)
-
-    def measured(self, evaluation: bool, probe: bool) -> Line:
-        """What is asked for of the weights as they are; a collective call."""
-        line = self.evaluate() if evaluation else {}
-        return line | self.probe() if probe and self.probe else line
-
-    def train_step(self) -> Update:
-        """One update of the weights."""
+    def train_step(self) -> StepRecord:
+        """Update the weights once. Nothing here waits for the device."""
         started = time.perf_counter()
-        place = self.loader.state_dict()
+        data_state = self.loader.state_dict()
         batch, fault = self.next_batch()
         waited = time.perf_counter() - started
         rows = batch.tokens.to(self.world.device, non_blocking=True)  # (B, T+1)
@@ -232,11 +104,12 @@ class Trainer:
         loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
         micro_batches = torch.split(rows, self.settings.micro_batch)
         for i, micro_batch in enumerate(micro_batches):
-            with self.gradients_reduced(i + 1 == len(micro_batches)), self.autocast():
+            with self.reduce_gradients(i + 1 == len(micro_batches)), self.autocast():
                 summed = self.replica(micro_batch[:, :-1], micro_batch[:, 1:])
-                # DDP takes the mean of gradients over ranks: times their number it is the sum
+                # DDP averages gradients over ranks; times the number of ranks the mean is the sum.
                 share = self.world.size / targets
-                # what is no number here is none on any rank, so that all learn of the fault without a message a step
+                # A NaN loss on one rank makes the reduced gradient NaN on all ranks, so the others learn of the fault
+                # without an extra collective.
                 (summed * (math.nan if fault else share)).backward()
             loss += summed.detach().double() / targets
         grad_norm = clip_grad_norm_(self.parameters, self.settings.grad_clip or math.inf)
@@ -245,117 +118,143 @@ class Trainer:
             group["lr"] = base_lr * multiplier
         line: Line = {"step": self.step + 1, "tokens": self.tokens + targets}
         line["train/lr"] = self.base_lrs[0] * multiplier
-        # gradients are reduced, so that every rank decides alike
+        # Gradients are reduced already, so every rank decides alike.
         step_unless((~torch.isfinite(grad_norm)).float(), self.optimizer)
-        self.optimizer.zero_grad(set_to_none=self.replica is self.model)  # see `replicated`
+        self.optimizer.zero_grad(set_to_none=self.replica is self.model)  # DDP's gradients must stay, see `replicated`
         self.step, self.tokens = line["step"], line["tokens"]
         self.world.reached(self.step)
-        # the batch ends here; rows that are skipped may lie before it
+        # The batch ends at the loader's place. Rows that are skipped may lie before it.
         span = (self.loader.place - targets // self.settings.seq_len, self.loader.place)
-        return Update(line, loss, grad_norm, batch.hash, span, place, fault, waited)
+        return StepRecord(line, loss, grad_norm, batch.hash, span, data_state, fault, waited)
 
     def next_batch(self) -> tuple[Batch, str | None]:
-        """The next batch of this rank, or one of no meaning and what keeps the data from coming.
+        """Return the next batch of this rank, or a batch of zeros and the reason why there are no data.
 
-        There are no data any more after such a batch until all ranks have learned of it.
+        After such a batch there are no data until all ranks have learned of it.
         """
-        fault = self.pending[-1].fault if self.pending else None
+        pending = self.step_metrics.pending
+        fault = pending[-1].fault if pending else None
         if not fault:
             try:
                 return next(self.loader), None
             except (OSError, ValueError) as error:
                 fault = str(error) or type(error).__name__
-                self.stop.request(fault)  # at the next boundary all ranks see why
+                self.stop.request(fault)  # at the next boundary all ranks see the reason
         rows = self.settings.batch_tokens // self.settings.seq_len // self.world.size
         return Batch(torch.zeros(rows, self.settings.seq_len + 1, dtype=torch.int64), 0), fault
 
-    def stop_if_data_failed(self) -> None:
-        """Save what was trained before the data failed on any rank, if they did; a collective call.
-
-        Raises:
-            OSError: on every rank, with the reason and how to go on.
-        """
-        found = first_fault(self.pending, self.world)
-        if found is None:
-            return
-        first, fault = found
-        undone, self.pending = self.pending[first], self.pending[:first]
-        self.step, self.tokens = undone.line["step"] - 1, undone.line["tokens"] - self.settings.batch_tokens
-        self.loader.load_state_dict(undone.place)
-        if self.pending:
-            self.record(self.collect())
-        if self.step:
-            self.save(wait=True)
-        saved = f"after update {self.step}, which is saved" if self.step else "before the first update"
-        raise OSError(f"{fault}; stopped {saved}: the same command goes on")
-
-    def gradients_reduced(self, now: bool) -> AbstractContextManager[None]:
-        """Gradients are reduced over ranks with this backward pass, or only added up here."""
+    def reduce_gradients(self, now: bool) -> AbstractContextManager[None]:
+        """Return a context whose backward pass reduces gradients over ranks, or only adds them up on this one."""
         if isinstance(self.replica, DistributedDataParallel) and not now:
             return self.replica.no_sync()
         return nullcontext()
 
     def autocast(self) -> torch.autocast:
-        """Forward passes in the run's precision."""
+        """Return a context for forward passes in the run's precision."""
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.settings.autocast)
 
+    def begin(self) -> None:
+        """Evaluate and probe before the first step, and where a stop came before an evaluation that was due."""
+        written = self.metrics.read()[-1:] if self.metrics else []
+        last = written[0] if written and written[0]["step"] == self.step else {}
+        evaluation = self.step == 0 or not written
+        evaluation |= self.is_due(self.settings.eval_every) and "valid/loss" not in last
+        probe = self.is_probe_due() and "probe/seconds" not in last
+        evaluation, probe = self.world.gather((evaluation, probe))[0]
+        if evaluation or probe:
+            line = {"step": self.step, "tokens": self.tokens, "time": self.step_metrics.seconds, **last}
+            line |= self.measure(evaluation, probe)
+            self.world.on_main(lambda: self.metrics.amend(line) if self.metrics else None)
+            self.show([line])
+        self.step_metrics.start_clock()
+
+    def is_boundary(self) -> bool:
+        """Return whether this step is followed by logging, an evaluation, a checkpoint, a check or a probe."""
+        settings = self.settings
+        intervals = (settings.log_every, settings.eval_every, settings.save_every, settings.check_every)
+        return self.is_probe_due() or any(self.is_due(every) for every in intervals if every)
+
+    def is_due(self, every: int) -> bool:
+        """Return whether this step is a multiple of `every` or the last one."""
+        return self.step % every == 0 or self.step == self.settings.steps
+
+    def is_probe_due(self) -> bool:
+        """Return whether there is a probe and it measures after this step."""
+        return self.probe is not None and self.is_due(self.settings.probe_every or self.settings.steps)
+
+    def handle_boundary(self, stop_reason: str | None) -> Outcome | None:
+        """Bring the numbers of the steps since the last boundary to the host, and act on them; a collective call.
+
+        Args:
+            stop_reason: why the run is to stop here.
+
+        Returns:
+            How the run ended, if it did.
+        """
+        self.stop_if_data_failed()
+        spans = [record.rows for record in self.step_metrics.pending]
+        lines = self.collect()
+        bad, diverged = self.monitor.find_bad_steps(lines, spans), self.monitor.find_divergence(lines)
+        if not (stop_reason or bad or diverged):
+            lines[-1] |= self.measure(self.is_due(self.settings.eval_every), self.is_probe_due())
+        elif diverged:
+            lines[-1]["train/diverged"] = True
+        self.record(lines)
+        if bad and self.monitor.on_bad_updates == "rollback":
+            return self.roll_back(bad)
+        if bad or diverged:
+            return self.end_as_diverged(bad or diverged or "")
+        if self.settings.check_every and self.is_due(self.settings.check_every):
+            self.compare_replicas()
+        last = bool(stop_reason) or self.step == self.settings.steps
+        # While steps are being skipped the state is none to go back to.
+        if last or (self.is_due(self.settings.save_every) and not self.monitor.bad_rows):
+            self.try_to_save(lambda: self.save(lines[-1].get("valid/loss"), last), fatal=last)
+        self.try_to_save(self.checkpoints.settle)
+        return Outcome("stopped", stop_reason) if stop_reason else None
+
+    def stop_if_data_failed(self) -> None:
+        """Save what was trained before the data failed on any rank, if they did; a collective call.
+
+        Raises:
+            OSError: the data failed; on every rank, with the reason and how to go on.
+        """
+        found = self.step_metrics.find_fault()
+        if found is None:
+            return
+        first, fault = found
+        pending = self.step_metrics.pending
+        undone, self.step_metrics.pending = pending[first], pending[:first]
+        self.step, self.tokens = undone.line["step"] - 1, undone.line["tokens"] - self.settings.batch_tokens
+        self.loader.load_state_dict(undone.data_state)
+        if self.step_metrics.pending:
+            self.record(self.collect())
+        if self.step:
+            self.save(wait=True)
+        saved = f"after step {self.step}, which is saved" if self.step else "before the first step"
+        raise OSError(f"{fault}; stopped {saved}: the same command goes on")
+
+    def collect(self) -> list[Line]:
+        """Return the lines of the pending steps, and record which were skipped; a collective call."""
+        lines, skipped = self.step_metrics.collect()
+        if self.metrics:
+            for event in skipped:
+                self.metrics.event(event)
+        return lines
+
+    def measure(self, evaluation: bool, probe: bool) -> Line:
+        """Evaluate and probe the weights as they are, as far as asked for; a collective call."""
+        line = self.evaluate() if evaluation else {}
+        return line | self.probe() if probe and self.probe else line
+
     def evaluate(self) -> Line:
-        """Validation loss of the weights as they are."""
+        """Return the validation loss of the weights as they are; a collective call."""
         settings = self.settings
         with self.autocast():
             loss, count = evaluate(
                 self.model, self.valid, settings.valid_tokens, settings.seq_len, settings.micro_batch, self.world
             )
         return {"valid/loss": loss, "valid/perplexity": math.exp(min(loss, 700)), "valid/tokens": count}
-
-    def collect(self) -> list[Line]:
-        """Bring the numbers of pending updates to the host; a collective call."""
-        losses = torch.zeros(self.world.size, len(self.pending), dtype=torch.float64)
-        losses[self.world.rank] = torch.stack([update.loss for update in self.pending])
-        losses = self.world.sum(losses)  # of each rank
-        norms = gradient_norms(self.pending)
-        hashes = self.world.sum(torch.tensor([update.hash for update in self.pending])).tolist()
-        seconds = time.perf_counter() - self.resumed_at
-        lines = []
-        for i, update in enumerate(self.pending):
-            line = update.line
-            line["time"] = self.seconds + seconds * (i + 1) / len(self.pending)
-            line["train/loss"], line["train/grad_norm"] = losses[:, i].sum().item(), norms[i]
-            line["data/hash"] = f"{hashes[i] % 2**64:016x}"
-            if not math.isfinite(norms[i]):
-                line["train/skipped"] = True
-                self.tell_of_skipped(line, losses[:, i], update.rows)
-            lines.append(line)
-        if skipped := sum("train/skipped" in line for line in lines):
-            lines[-1]["train/skipped_updates"] = skipped
-        if self.rolled_back:
-            lines[-1]["train/rolled_back"], self.rolled_back = True, False
-        lines[-1] |= self.speed(seconds)
-        self.seconds += seconds
-        self.pending = []
-        return lines
-
-    def tell_of_skipped(self, line: Line, losses: Tensor, rows: Rows) -> None:
-        """Record on which ranks the loss was no number; where it was one on all, only a gradient was not."""
-        if self.metrics:
-            ranks = (~losses.isfinite()).nonzero().flatten().tolist()
-            facts = {key: line[key] for key in ("step", "train/loss", "train/grad_norm", "data/hash")}
-            self.metrics.event({"kind": "skipped update", **facts, "ranks": ranks, "rows": list(rows)})
-
-    def speed(self, seconds: float) -> Line:
-        """What is measured once per log boundary, over the updates since the last one."""
-        tokens = len(self.pending) * self.settings.batch_tokens
-        line: Line = {
-            "system/tokens_per_second": tokens / seconds,
-            "system/seconds_left": (self.settings.steps - self.step) * seconds / len(self.pending),
-            "data/wait_fraction": sum(update.waited for update in self.pending) / seconds,
-        }
-        if self.settings.flops_per_token and self.settings.peak_flops:
-            peak = self.settings.peak_flops * self.world.size
-            line["system/mfu"] = self.settings.flops_per_token * tokens / seconds / peak
-        if self.world.device.type == "cuda":
-            line["system/peak_memory"] = torch.cuda.max_memory_allocated(self.world.device)
-        return line
 
     def record(self, lines: Sequence[Line]) -> None:
         """Write lines of metrics and show them. Lines that cannot be written wait for the next ones."""
@@ -373,25 +272,97 @@ class Trainer:
         for sink in self.sinks:
             sink.lines(lines)
 
-    def resume(self, origin: Path | None = None) -> bool:
-        """Take up the newest checkpoint, if any; whether the run is finished.
+    def roll_back(self, reason: str) -> Outcome | None:
+        """Go back to the last checkpoint and leave out the rows of the bad steps; a collective call.
+
+        Returns:
+            The end of the run, if it cannot go back.
+        """
+        bad_rows, rollbacks, from_step = list(self.monitor.bad_rows), self.monitor.rollbacks, self.step
+        self.monitor.restart()
+        if rollbacks == self.monitor.max_rollbacks:
+            return self.end_as_diverged(f"{reason}, after {rollbacks} rollbacks")
+        skipped = [*self.loader.skipped, *bad_rows]  # also rows that the checkpoint does not know of
+        step = self.checkpoints.load(self.list_stateful())
+        if step is None:
+            return self.end_as_diverged(f"{reason}, and there is no checkpoint to go back to")
+        self.monitor.rollbacks = rollbacks + 1
+        self.step_metrics.rolled_back = True
+        self.loader.skip(skipped)
+        self.rewind_metrics(step)
+        if self.metrics:
+            event = {"kind": "rollback", "step": from_step, "to": step, "rows": bad_rows, "reason": reason}
+            self.metrics.event(event)
+            print(f"{reason}: going back to step {step} and leaving out {len(bad_rows)} batches", flush=True)
+        return None
+
+    def end_as_diverged(self, reason: str) -> Outcome:
+        """End a run that has diverged; a checkpoint that fails does not change that. A collective call."""
+        self.checkpoints.settle_or_warn()
+        return Outcome("diverged", reason)
+
+    def compare_replicas(self) -> None:
+        """Stop a run whose ranks no longer have the same weights; a collective call."""
+        difference = differing(self.model.named_parameters(), self.world)
+        if difference:
+            raise RuntimeError(
+                f"after step {self.step} {difference}; the same command goes on from the last checkpoint"
+            )
+
+    def save(self, loss: float | None = None, wait: bool = False) -> None:
+        """Begin to write a checkpoint; a collective call.
 
         Args:
-            origin: a checkpoint of another run to go on from where there is none. It becomes the first one here, so
-                that this run never depends on the other again.
+            loss: the validation loss after this step, if known.
+            wait: whether to return only when the checkpoint is on the disk.
+
+        Raises:
+            OSError: on every rank; also where metrics.jsonl lacks lines, which a run that goes on from here would
+                never write.
+        """
+        self.world.on_main(self.sync_metrics)
+        self.checkpoints.save(self.step, self.list_stateful(), loss, wait)
+
+    def sync_metrics(self) -> None:
+        """Bring metrics.jsonl to the disk, since no checkpoint may outlast it; on the main rank."""
+        if self.unwritten:
+            raise OSError(self.unwritten)
+        if self.metrics:
+            self.metrics.sync()
+
+    def rewind_metrics(self, step: int) -> None:
+        """Take the lines after `step` out of the metrics; a collective call."""
+        self.world.on_main(lambda: self.metrics.rewind(step) if self.metrics else None)
+
+    def try_to_save(self, save: Callable[[], Any], fatal: bool = False) -> None:
+        """Save. Where that fails the run ends (always if `fatal`) or goes on without the checkpoint, as configured."""
+        try:
+            save()
+        except OSError as error:
+            if self.settings.stop_if_unsaved or fatal:
+                raise
+            if self.metrics:
+                print(f"{error}; going on without this checkpoint", file=sys.stderr, flush=True)
+
+    def resume(self, origin: Path | None = None) -> bool:
+        """Load the newest checkpoint, if there is one, and return whether the run is finished; a collective call.
+
+        Args:
+            origin: a checkpoint of another run, to load where this run has none. It becomes the first checkpoint of
+                this run, which then never depends on the other run again.
 
         Raises:
             ValueError: the newest checkpoint is of another model or optimizer.
         """
-        step = self.checkpoints.load(self.stateful())
+        step = self.checkpoints.load(self.list_stateful())
         if step is None and origin:
-            step = self.checkpoints.load(self.stateful(), origin)
+            step = self.checkpoints.load(self.list_stateful(), origin)
             self.save(wait=True)
-        self.rewind(-1 if step is None else step)
+        self.rewind_metrics(-1 if step is None else step)
         return self.step >= self.settings.steps
 
-    def stateful(self) -> dict[str, Stateful]:
-        """All that a checkpoint holds."""
+    def list_stateful(self) -> dict[str, Stateful]:
+        """Return all that a checkpoint holds."""
         return {
             "model": ModelState(self.model),
             "optimizer": OptimizerState(self.optimizer, self.model),
@@ -401,10 +372,11 @@ class Trainer:
         }
 
     def state_dict(self) -> State:
-        """The loop's own counters."""
-        return {"step": self.step, "tokens": self.tokens, "seconds": self.seconds, "rollbacks": self.guard.rollbacks}
+        """Return the loop's own counters."""
+        seconds, rollbacks = self.step_metrics.seconds, self.monitor.rollbacks
+        return {"step": self.step, "tokens": self.tokens, "seconds": seconds, "rollbacks": rollbacks}
 
     def load_state_dict(self, state: State) -> None:
-        """The inverse of state_dict."""
-        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
-        self.guard.rollbacks = state["rollbacks"]
+        """Take the counters of a state dict."""
+        self.step, self.tokens, self.step_metrics.seconds = state["step"], state["tokens"], state["seconds"]
+        self.monitor.rollbacks = state["rollbacks"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from muown_train.runs.status import Outcome, read_status
-from muown_train.training.divergence import Guard
+from muown_train.training.divergence import DivergenceMonitor
 from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import HERE, built, losses, metrics, trained
 
@@ -106,7 +106,7 @@ def test_a_stop_after_a_rollback_loses_neither_it_nor_the_skipped_rows(corpus, t
     step = run.trainer.train_step
 
     def stopping():
-        if run.trainer.guard.rollbacks and run.trainer.step == stopped_at - 1:
+        if run.trainer.monitor.rollbacks and run.trainer.step == stopped_at - 1:
             run.trainer.stop.request("SIGTERM")
         return step()
 
@@ -135,7 +135,7 @@ def test_two_bad_stretches_between_two_checkpoints(corpus, tmp_path):
 @pytest.mark.parametrize(
     "overrides, rows, part",
     [
-        (["on_bad_updates=stop"], BAD, "not finite in 3 updates in a row, the last one 8"),
+        (["on_bad_updates=stop"], BAD, "not finite in 3 steps in a row, up to step 8"),
         (["max_rollbacks=0"], BAD, "after 0 rollbacks"),
         ([], {k * ROWS for k in range(100)}, "no checkpoint to go back to"),
         (["save_every=1"], {k * ROWS for k in range(2, 100)}, "after 3 rollbacks"),
@@ -164,13 +164,13 @@ def test_a_loss_that_runs_away(corpus, tmp_path):
 
 
 def test_judging_updates():
-    guard = Guard(max_bad_updates=3)
+    monitor = DivergenceMonitor(max_bad_updates=3)
     marks = "..xx.xxxx.x"
     lines = [{"step": step} | ({"train/skipped": True} if mark == "x" else {}) for step, mark in enumerate(marks, 1)]
     rows = [(line["step"], line["step"] + 1) for line in lines]
-    assert guard.bad_updates(lines[:7], rows[:7]) is None
-    assert guard.bad_updates(lines[7:], rows[7:]).endswith("in 4 updates in a row, the last one 9")
-    assert guard.bad_rows == rows[5:9]
+    assert monitor.find_bad_steps(lines[:7], rows[:7]) is None
+    assert monitor.find_bad_steps(lines[7:], rows[7:]).endswith("in 4 steps in a row, up to step 9")
+    assert monitor.bad_rows == rows[5:9]
 
 
 def test_judging_losses_window_by_window():
@@ -178,15 +178,17 @@ def test_judging_losses_window_by_window():
     losses = [9, 9, 9, 5, 5, 5, 5, math.nan, 9, 9, 9, 9]
     lines = [{"step": step, "train/loss": float(loss)} for step, loss in enumerate(losses, 1)]
     for cuts in ([12], [1, 2, 7, 12], range(1, 13), [5, 12]):
-        guard, said, begin = Guard(diverged_above=6, diverged_from=3, window=3), [], 0
+        monitor, said, begin = DivergenceMonitor(diverged_above=6, diverged_from=3, window=3), [], 0
         for end in cuts:
-            said.append(guard.diverged(lines[begin:end]))
+            said.append(monitor.find_divergence(lines[begin:end]))
             begin = end
-        expected = ["training loss 7.0000, the mean of 3 updates up to update 9,"] * (9 in cuts)
-        expected += ["training loss 9.0000, the mean of 3 updates up to update 12,"]
+        expected = ["training loss 7.0000, the mean of 3 steps up to step 9,"] * (9 in cuts)
+        expected += ["training loss 9.0000, the mean of 3 steps up to step 12,"]
         assert [reason for reason in said if reason] == [f"{text} is above diverged_above=6" for text in expected]
-    guard = Guard(diverged_above=6, window=3)
-    assert guard.diverged(lines[1:3]) is None and guard.diverged(lines[3:6]) is None  # a resume in the first window
+    monitor = DivergenceMonitor(diverged_above=6, window=3)
+    assert (
+        monitor.find_divergence(lines[1:3]) is None and monitor.find_divergence(lines[3:6]) is None
+    )  # a resume in the first window
 
 
 def altered_on_one(world, corpus, out, altered_rank):
@@ -210,7 +212,7 @@ def altered_on_one(world, corpus, out, altered_rank):
 @pytest.mark.slow
 def test_weights_that_have_parted_are_found(corpus, tmp_path):
     said = on_ranks(2, altered_on_one, corpus, tmp_path, 1)
-    assert said[0] == said[1] and said[0].startswith("after update 8 ") and "embed" in said[0]
+    assert said[0] == said[1] and said[0].startswith("after step 8 ") and "embed" in said[0]
     assert on_ranks(2, altered_on_one, corpus, tmp_path / "whole", None) == [None, None]
 
 

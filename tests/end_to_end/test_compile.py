@@ -25,13 +25,13 @@ def test_nothing_is_compiled_after_the_first_evaluation_and_updates(corpus, tmp_
     run.resume()
     trainer.begin()
     for _ in range(2):
-        trainer.pending.append(trainer.train_step())
+        trainer.step_metrics.add(trainer.train_step())
     first = graphs()
     assert first[0] >= 4  # the model with and without gradients, the optimizer's two parts
-    trainer.boundary(None)
+    trainer.handle_boundary(None)
     while trainer.step < trainer.settings.steps:
-        trainer.pending.append(trainer.train_step())
+        trainer.step_metrics.add(trainer.train_step())
         if trainer.step % 4 == 0:
-            trainer.boundary(None)
+            trainer.handle_boundary(None)
     assert graphs() == first
     run.close()

@@ -6,7 +6,7 @@ from muown_train.runtime.distributed import World
 from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import HERE, built, losses, metrics, trained
 
-MESSAGE = "file 3 failed; stopped after update 7, which is saved: the same command goes on"
+MESSAGE = "file 3 failed; stopped after step 7, which is saved: the same command goes on"
 
 
 class Failing:
@@ -73,7 +73,7 @@ def test_before_the_first_update_there_is_nothing_to_save(corpus, tmp_path):
     run = built(corpus, tmp_path)
     run.resume()
     run.trainer.loader._rows = Failing(run.trainer.loader._rows, 0)
-    with pytest.raises(OSError, match="file 3 failed; stopped before the first update"):
+    with pytest.raises(OSError, match="file 3 failed; stopped before the first step"):
         run.trainer.fit()
     run.close()
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))

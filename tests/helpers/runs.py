@@ -10,10 +10,11 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from muown_train.config.compose import compose_config
+from muown_train.config.compose import compose_config, load_config
 from muown_train.runtime.distributed import World
-from muown_train.training.build import Run, build
-from muown_train.training.step_metrics import Update
+from muown_train.training.build import build_run
+from muown_train.training.run import Run
+from muown_train.training.step_metrics import StepRecord
 from muown_train.training.trainer import Trainer
 
 HERE = World(0, 1, torch.device("cpu"))
@@ -50,7 +51,7 @@ def configured(*overrides: str) -> DictConfig:
 def built(corpus: Path, out: Path, *overrides: str, world: World = HERE) -> Run:
     """A small run on `corpus`, named "run" unless the overrides say otherwise."""
     places = (f"data.train={corpus}/*.txt", f"out={out}", f"cache={corpus}/cache")
-    return build(configured(*SMALL, *places, *overrides), "run", world)
+    return build_run(load_config(["name=run", *SMALL, *places, *overrides]), world)
 
 
 def trained(corpus: Path, out: Path, *overrides: str, world: World = HERE) -> Run:
@@ -70,7 +71,7 @@ def train_until_killed(run: Run, at: int) -> None:
     """Train a run and end it as a kill would, before the update after `at`."""
     step = Trainer.train_step
 
-    def kill(trainer: Trainer) -> Update:
+    def kill(trainer: Trainer) -> StepRecord:
         if trainer.step == at:
             raise _Killed
         return step(trainer)

@@ -11,22 +11,32 @@ from pathlib import Path
 import pytest
 import torch
 
+from muown_train.config.compose import load_config
 from muown_train.config.run_name import default_run_name
 from muown_train.runs.saved_run import open_run, write_run
 from muown_train.runtime.distributed import World
-from muown_train.training.build import Run, build
-from muown_train.training.continuation import continued
+from muown_train.training.build import build_run
+from muown_train.training.continuation import continue_from_checkpoint
+from muown_train.training.run import Run
 from tests.helpers.ranks import on_ranks
-from tests.helpers.runs import HERE, configured, losses, metrics, trained
+from tests.helpers.runs import HERE, losses, metrics, trained
 
 FROM = "schedule=decay_from"
 STABLE = ("schedule=constant", "schedule.warmup=0", "keep_checkpoints=9")
 
 
 def continuing(corpus: Path, out: Path, source: Path, *overrides: str, world: World = HERE) -> Run:
-    given = [FROM, f"checkpoint={source}", f"out={out}", f"cache={corpus}/cache", "sample_tokens=0", *overrides]
-    config, origin = continued(configured(*given), given, "decay")
-    return build(config, "decay", world, origin)
+    given = [
+        "name=decay",
+        FROM,
+        f"checkpoint={source}",
+        f"out={out}",
+        f"cache={corpus}/cache",
+        "sample_tokens=0",
+        *overrides,
+    ]
+    config, source_checkpoint = continue_from_checkpoint(load_config(given), given)
+    return build_run(config, world, source_checkpoint)
 
 
 def decayed(corpus: Path, out: Path, source: Path, *overrides: str, world: World = HERE) -> Run:
@@ -73,7 +83,7 @@ def test_it_equals_the_end_of_a_run_that_was_planned_so(corpus, tmp_path, stable
     manifest = json.loads((run.folder / "manifest.json").read_text())
     assert manifest["origin"] == {"checkpoint": str(stable / "checkpoints" / "step-00000008"), "step": 8}
     saved = open_run(run.folder)
-    assert saved.step == 12 and saved.config["model"] == open_run(stable).config["model"]
+    assert saved.step == 12 and saved.config.model == open_run(stable).config.model
 
 
 def test_a_folder_means_its_newest_checkpoint_of_then_and_is_not_needed_again(corpus, tmp_path, planned):
@@ -82,8 +92,8 @@ def test_a_folder_means_its_newest_checkpoint_of_then_and_is_not_needed_again(co
     assert run.resume() is None
     run.trainer.begin()
     for _ in range(3):  # and cut off: updates 9 to 11, of which 10 is saved
-        run.trainer.pending.append(run.trainer.train_step())
-        run.trainer.boundary(None)
+        run.trainer.step_metrics.add(run.trainer.train_step())
+        run.trainer.handle_boundary(None)
     run.trainer.checkpoints.settle(wait=True)
     run.close()
     shutil.rmtree(source)
@@ -168,7 +178,7 @@ def test_without_a_checkpoint_it_is_nothing(corpus, tmp_path):
 
 def test_a_checkpoint_of_weights_alone_and_a_folder_that_is_none(corpus, tmp_path, stable):
     saved = open_run(stable)
-    write_run(tmp_path / "average", saved.weights(), saved.config, 12, saved.data, None, {})
+    write_run(tmp_path / "average", saved.load_weights(), saved.config.to_dict(), 12, saved.data, None, {})
     with pytest.raises(ValueError, match="step-00000012 holds weights alone"):
         continuing(corpus, tmp_path, tmp_path / "average", "tokens=512")
     with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
@@ -197,7 +207,8 @@ def test_on_other_data_than_the_checkpoint(corpus, tmp_path):
 
 def test_its_name_tells_the_source_and_the_budget():
     def name(checkpoint: str, *more: str) -> str:
-        return default_run_name({"model": "tiny", "optim": "muown"}, [FROM, f"checkpoint={checkpoint}", "tokens=2e5", *more], 0)
+        overrides = [FROM, f"checkpoint={checkpoint}", "tokens=2e5", *more]
+        return default_run_name({"model": "tiny", "optim": "muown"}, overrides, 0)
 
     assert name("runs/stable") == name("/other/stable/") == "stable-schedule=decay_from-tokens=200000"
     assert name("runs/stable/checkpoints/step-00000100") == "stable-step=100-schedule=decay_from-tokens=200000"

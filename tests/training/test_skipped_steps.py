@@ -123,7 +123,7 @@ def test_no_step_asks_the_device_for_a_number(corpus, tmp_path, monkeypatch):
         run.trainer.train_step()
     begun(run)
     for _ in range(3):
-        run.trainer.pending.append(run.trainer.train_step())
+        run.trainer.step_metrics.add(run.trainer.train_step())
     with pytest.raises(NotImplementedError, match="meta"):
         run.trainer.collect()
     run.close()
