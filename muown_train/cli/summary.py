@@ -8,8 +8,8 @@ from muown_train.experiments.report.curves import plot_losses
 from muown_train.models.generate import generate
 from muown_train.runs.metrics import Line
 from muown_train.runs.status import Outcome
+from muown_train.runtime.formatting import format_duration, format_perplexity
 from muown_train.training.run import Run
-from muown_train.training.tracking.console import duration, perplexity
 
 
 def summarize(lines: Sequence[Line]) -> dict[str, Any]:
@@ -62,13 +62,13 @@ def report_end(run: Run, outcome: Outcome, already: bool) -> None:
         sink.finish(summary | {"outcome": outcome.state, "reason": outcome.reason})
     unigram = run.data.unigram_loss
     plot_losses(lines, run.folder / "loss.png", run.folder.name, unigram)
-    loss = f"validation loss {summary['valid/loss']:.4f}, perplexity {perplexity(summary['valid/perplexity'])}"
+    loss = f"validation loss {summary['valid/loss']:.4f}, perplexity {format_perplexity(summary['valid/perplexity'])}"
     if summary["valid/step"] < summary["step"]:
         loss += f" after step {summary['valid/step']:,}"
     print(f"\n{loss}" + (f" (a unigram model of the same text: {unigram:.4f})" if unigram else ""))
     if summary["tokens_per_second"]:
         print(
-            f"{summary['step']:,} steps, {summary['tokens']:,} tokens in {duration(summary['seconds'])}, "
+            f"{summary['step']:,} steps, {summary['tokens']:,} tokens in {format_duration(summary['seconds'])}, "
             f"{summary['tokens_per_second']:,.0f} tokens/s"
         )
     if outcome.state == "diverged":

@@ -18,7 +18,7 @@ from types import FrameType
 from muown_train.experiments.progress import Found, in_use, shown
 from muown_train.runs.record import NoRun, read_run
 from muown_train.runs.status import read_status
-from muown_train.training.tracking.console import duration
+from muown_train.runtime.formatting import format_duration
 
 STOPPED, REFUSED = 130, 2  # exit status
 _ASKED = (STOPPED, 128 + signal.SIGTERM, -signal.SIGTERM)  # how a process ends that was asked to before it was ready
@@ -207,7 +207,7 @@ class Launcher:
         self.first = status if self.first is None else self.first
         left = f"{waiting + len(self.running)} to go"
         if status == 0:
-            self.say(f"{name}  {job.task.end()}  in {duration(time.monotonic() - job.began)}; {left}")
+            self.say(f"{name}  {job.task.end()}  in {format_duration(time.monotonic() - job.began)}; {left}")
             return
         reason = f"status {status}, {_last_words(self.logs / f'{job.task.log}.log')}"
         if status < 0:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from muown_train.runtime.formatting import format_duration, format_perplexity, format_rate
+
 if TYPE_CHECKING:
     from muown_train.runs.metrics import Line, Sink
 
@@ -69,8 +71,8 @@ class LiveConsole:
             self.progress.update(
                 self.task,
                 completed=last["step"],
-                description=f"loss {last['train/loss']:.3f}" + (f"  {rate(speed)}" if speed else ""),
-                left=duration(last["system/seconds_left"]) if "system/seconds_left" in last else "?",
+                description=f"loss {last['train/loss']:.3f}" + (f"  {format_rate(speed)}" if speed else ""),
+                left=format_duration(last["system/seconds_left"]) if "system/seconds_left" in last else "?",
             )
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -81,10 +83,6 @@ def console() -> "Sink":
     """Live on a terminal, plain elsewhere."""
     return LiveConsole() if sys.stdout.isatty() else PlainConsole()
 
-
-def perplexity(value: float) -> str:
-    """For people; of a run that has diverged it has hundreds of digits."""
-    return f"{value:.2f}" if value < 1e6 else f"{value:.2e}"
 
 
 def describe(line: "Line", steps: int) -> str:
@@ -102,11 +100,12 @@ def describe(line: "Line", steps: int) -> str:
     if count := line.get("train/skipped_updates"):
         parts.append(f"{count} UPDATE{'S' * (count > 1)} SKIPPED: gradients not finite")
     if "valid/loss" in line:
-        parts.append(f"validation loss {line['valid/loss']:.4f} (perplexity {perplexity(line['valid/perplexity'])})")
+        perplexity = format_perplexity(line["valid/perplexity"])
+        parts.append(f"validation loss {line['valid/loss']:.4f} (perplexity {perplexity})")
     if not any(key in line for key in _NEWS):
         parts += _measured(line)
     if "system/seconds_left" in line:
-        parts.append(f"{duration(line['system/seconds_left'])} left")
+        parts.append(f"{format_duration(line['system/seconds_left'])} left")
     return "  ".join(parts)
 
 
@@ -114,21 +113,7 @@ def _measured(line: "Line") -> list[str]:
     formats: dict[str, Callable[[float], str]] = {
         "train/lr": "lr {:.2e}".format,
         "train/grad_norm": "grad norm {:.3f}".format,
-        "system/tokens_per_second": rate,
+        "system/tokens_per_second": format_rate,
         "system/mfu": "MFU {:.0%}".format,
     }
     return [text(line[key]) for key, text in formats.items() if key in line]
-
-
-def rate(tokens_per_second: float) -> str:
-    """12345.6 -> "12,346 tokens/s", 1234567 -> "1.235M tokens/s"."""
-    if tokens_per_second >= 999_999.5:
-        return f"{tokens_per_second / 1e6:.3f}M tokens/s"
-    return f"{tokens_per_second:,.0f} tokens/s"
-
-
-def duration(seconds: float) -> str:
-    """90 -> "1m30s"."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
