@@ -15,26 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
 from muown_train.cli.errors import CommandParser
 from muown_train.cli.process import run_script
-from muown_train.config.compose import compose_config
-from muown_train.config.instantiate import bind_target
+from muown_train.config.compose import load_config
+from muown_train.models.language_model import build_model
 from muown_train.runs.checkpoint import Checkpoints, ModelState, OptimizerState, Stateful
-from muown_train.runtime.benchmark import seconds
+from muown_train.runtime.benchmark import time_call
 from muown_train.runtime.distributed import World
-from muown_train.training.build import make_optimizer
+from muown_train.training.optimizers import build_optimizer
 
 
 def made(overrides: list[str], device: torch.device) -> tuple[nn.Module, Optimizer]:
     """Model and optimizer of a configuration, with state and gradients."""
-    config = compose_config(overrides)
-    resolved: Any = {key: OmegaConf.to_container(config[key], resolve=True) for key in ("model", "optim")}
-    model: nn.Module = bind_target(resolved["model"], "model")().to(device)
-    optimizer = make_optimizer(resolved, model)
+    config = load_config(overrides)
+    model: nn.Module = build_model(config.model, config.seq_len).to(device)
+    optimizer = build_optimizer(config.optim, model)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     optimizer.step()
@@ -44,13 +42,13 @@ def made(overrides: list[str], device: torch.device) -> tuple[nn.Module, Optimiz
 def measure(checkpoints: Checkpoints, state: dict[str, Stateful], optimizer: Optimizer, rounds: int) -> dict[str, Any]:
     """Seconds of each kind of saving, round by round."""
     device, found = checkpoints.world.device, defaultdict(list)
-    found["first"] = [seconds(lambda: checkpoints.save(0, state), device)]
+    found["first"] = [time_call(lambda: checkpoints.save(0, state), device)]
     for step in range(1, 3 * rounds + 1, 3):
         checkpoints.settle(wait=True)
-        found["synchronous"].append(seconds(partial(checkpoints.save, step, state, wait=True), device))
+        found["synchronous"].append(time_call(partial(checkpoints.save, step, state, wait=True), device))
 
         started = time.perf_counter()
-        copying = seconds(partial(checkpoints.save, step + 1, state), device)
+        copying = time_call(partial(checkpoints.save, step + 1, state), device)
         while True:
             asked = time.perf_counter()
             if checkpoints.settle():
@@ -62,11 +60,11 @@ def measure(checkpoints: Checkpoints, state: dict[str, Stateful], optimizer: Opt
         found["pause"].append(copying + now - asked)
         found["until published"].append(now - started)
 
-        found["alone"].append(seconds(optimizer.step, device))
+        found["alone"].append(time_call(optimizer.step, device))
         checkpoints.save(step + 2, state)
-        found["beside"].append(seconds(optimizer.step, device))
+        found["beside"].append(time_call(optimizer.step, device))
         while checkpoints._writing and checkpoints._writing.is_alive():
-            found["beside"].append(seconds(optimizer.step, device))
+            found["beside"].append(time_call(optimizer.step, device))
     checkpoints.settle(wait=True)
     return {name: statistics.median(values) for name, values in found.items()}
 

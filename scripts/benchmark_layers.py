@@ -16,9 +16,8 @@ from torch import Tensor
 
 from muown_train.cli.errors import CommandParser
 from muown_train.cli.process import run_script
-from muown_train.models import attention
-from muown_train.models import loss
-from muown_train.runtime.hardware import device_name
+from muown_train.models import attention, loss
+from muown_train.runtime.hardware import get_device_name
 
 TOKENS = 4096
 LENGTHS = (128, 256, 512, 1024, 2048)
@@ -80,7 +79,7 @@ def main() -> None:
         parser.error(f"--rounds {arguments.rounds} must be 1 or more")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    print(f"{device_name(torch.device('cpu'))}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(f"{get_device_name(torch.device('cpu'))}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     cases = {f"attention, T={n}, {str(d)[6:]}": partial(of_attention, n, d) for d in DTYPES for n in LENGTHS}
     cases |= {f"head, V={v}, D={n}, {str(d)[6:]}": partial(of_head, v, n, d) for v, n in HEADS for d in DTYPES}
     header: list[str] = []

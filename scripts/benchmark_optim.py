@@ -20,7 +20,7 @@ from muown_train.cli.errors import CommandParser
 from muown_train.cli.process import run_script
 from muown_train.optim import Muon, Muown, shard
 from muown_train.optim.core.orthogonalize import has_fast_bfloat16
-from muown_train.runtime.benchmark import peak_memory
+from muown_train.runtime.benchmark import measure_peak_memory
 
 # rows, columns and row blocks of the matrices of one layer; number of layers
 SIZES = {
@@ -128,7 +128,7 @@ def table(title: str, optimizers: dict[str, torch.optim.Optimizer], rounds: int,
     rows = [f"\n| {title} | step, ms | of {first} | extra memory, MiB |", "|---|---:|---:|---:|"]
     for name, times in seconds.items():
         ratio = statistics.median(t / b for t, b in zip(times, base, strict=True))
-        memory = peak_memory(optimizers[name].step, device) / 2**20
+        memory = measure_peak_memory(optimizers[name].step, device) / 2**20
         rows.append(f"| {name} | {statistics.median(times) * 1e3:.1f} | {ratio:.2f} | {memory:.1f} |")
     return "\n".join(rows)
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from muown_train.cli.errors import CommandParser, report_errors
 from muown_train.cli.process import run_script
-from muown_train.runtime.benchmark import peak_memory
-from muown_train.runtime.distributed import World, world
-from muown_train.runtime.hardware import device_name
-from muown_train.training.build import Run
+from muown_train.runtime.benchmark import measure_peak_memory
+from muown_train.runtime.distributed import World, join_world
+from muown_train.runtime.hardware import get_device_name
+from muown_train.training.run import Run
 
 OPTIMIZERS = ("muon", "muown")
 OURS = ("optim", "shard_optimizer")  # keys that are compared here
@@ -59,7 +59,7 @@ def table(contenders: dict[str, Contender], found: dict[str, list[float]]) -> It
         lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
         of_muon = found[name.replace("muown", "muon")]
         ratio = statistics.median(t / b for t, b in zip(found[name], of_muon, strict=True))
-        peak = peak_memory(contender.step, contender.device) / 2**20
+        peak = measure_peak_memory(contender.step, contender.device) / 2**20
         yield (
             f"| {name} | {median:.1f} | {lower:.1f} to {upper:.1f} | {ratio:.3f} "
             f"| {state_bytes(contender) / 2**20:,.1f} | {peak:,.0f} |"
@@ -74,7 +74,7 @@ def compare(settings: list[str], rounds: int, folder: str, here: World) -> None:
         tokens = runs[0].config.batch_tokens
         parameters = sum(p.numel() for p in runs[0].model.parameters())
         about = (
-            f"{here.size} x {device_name(here.device)}, {torch.get_num_threads()} threads a rank, torch "
+            f"{here.size} x {get_device_name(here.device)}, {torch.get_num_threads()} threads a rank, torch "
             f"{torch.__version__}; {parameters:,} parameters, {tokens:,} tokens an update, {count}"
             " rounds\n"
         )
@@ -93,8 +93,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error(f"--rounds {arguments.rounds} must be 2 or more")
-    with report_errors(arguments.settings), world() as here:
-        folder = here.on_main(tempfile.mkdtemp)
+    with report_errors(arguments.settings), join_world() as here:
+        folder = here.run_on_main(tempfile.mkdtemp)
         try:
             compare(arguments.settings or words(DEFAULT), arguments.rounds, folder, here)
         finally:

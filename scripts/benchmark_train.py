@@ -35,15 +35,16 @@ from torch import Tensor
 
 from muown_train.cli.errors import CommandParser, report_errors
 from muown_train.cli.process import run_script
-from muown_train.config.compose import compose_config
+from muown_train.config.compose import load_config
 from muown_train.config.overrides import check_overrides
 from muown_train.data.loader import Loader
 from muown_train.data.random_tokens import RandomRows
 from muown_train.models.gpt import GPT
-from muown_train.runtime.benchmark import now, peak_memory, seconds
-from muown_train.runtime.distributed import World, world
-from muown_train.runtime.hardware import device_name
-from muown_train.training.build import Run, build
+from muown_train.runtime.benchmark import measure_peak_memory, read_clock, time_call
+from muown_train.runtime.distributed import World, join_world
+from muown_train.runtime.hardware import get_device_name
+from muown_train.training.build import build_run
+from muown_train.training.run import Run
 
 # of the targets: width 256, 6 layers, vocabulary 4096, an update of one micro-batch of 16 x 256 tokens
 DEFAULT = "model.dim=256 model.layers=6 seq_len=256 micro_batch=16 batch_tokens=4096"
@@ -76,7 +77,7 @@ def ours(settings: list[str], out: str, here: World) -> tuple[Contender, Run]:
         for word in settings:
             if word.lstrip("+").split("=")[0].split(".")[0] in FIXED:
                 raise ValueError(f"{word} has no effect here: all configurations train on random tokens, in no folder")
-        run = build(compose_config([*settings, "data=random", f"out={out}", "name=run"]), "run", here)
+        run = build_run(load_config([*settings, "data=random", f"out={out}", "name=run"]), here)
     trainer, tokens = run.trainer, run.config.batch_tokens
     flops = run.model.flops_per_token() * tokens / here.size
     autocast = trainer.settings.autocast
@@ -112,7 +113,7 @@ def split(contender: Contender, updates: int) -> dict[str, float]:
 
     def lap(part: str) -> None:
         nonlocal last
-        here = now(contender.device)
+        here = read_clock(contender.device)
         spent[part] += here - last
         last = here
 
@@ -135,7 +136,7 @@ def split(contender: Contender, updates: int) -> dict[str, float]:
             stack.enter_context(patch.object(optimizer, "step", lapped(optimizer.step, "rest", "optimizer")))
         for _ in range(updates):
             spent.clear()
-            last = now(contender.device)
+            last = read_clock(contender.device)
             contender.step()
             lap("rest")
             for part in PARTS:
@@ -168,7 +169,7 @@ def in_turns(
             say(f"round {i + 1} of {rounds}")
             before()
             for name in names[i % len(names) :] + names[: i % len(names)]:
-                found[name].append(seconds(contenders[name].step, contenders[name].device))
+                found[name].append(time_call(contenders[name].step, contenders[name].device))
     except KeyboardInterrupt:
         whole = min(map(len, found.values()))
         if whole < least:
@@ -186,8 +187,8 @@ def measure(contenders: dict[str, Contender], rounds: int) -> tuple[dict[str, li
 
     def multiplied() -> None:
         for low, multiply in products.items():
-            seconds(multiply, device)  # the caches warm
-            rates[low].append(2 * SIZE**3 / seconds(multiply, device))
+            time_call(multiply, device)  # the caches warm
+            rates[low].append(2 * SIZE**3 / time_call(multiply, device))
 
     found = in_turns(contenders, rounds, before=multiplied)
     return found, {low: statistics.median(measured) for low, measured in rates.items() if measured}
@@ -209,7 +210,7 @@ def table(contenders: dict[str, Contender], rounds: int) -> Iterator[str]:
         cells = [name]
         if rounds:
             cells += timings(contender, found[name], next(iter(found.values())), rates[contender.autocast])
-        cells.append(f"{peak_memory(contender.step, contender.device) / 2**20:,.0f}")
+        cells.append(f"{measure_peak_memory(contender.step, contender.device) / 2**20:,.0f}")
         yield "| " + " | ".join(cells) + " |"
 
 
@@ -255,10 +256,10 @@ def main() -> None:
         if arguments.threads < 1:
             parser.error(f"--threads {arguments.threads} must be 1 or more")
         torch.set_num_threads(arguments.threads)
-    with world() as here:
+    with join_world() as here:
         if here.size > 1 and arguments.against:
             parser.error("--against is for one process: leave torchrun out")
-        folder = here.on_main(tempfile.mkdtemp)
+        folder = here.run_on_main(tempfile.mkdtemp)
         try:
             compare(arguments, folder, here)
         finally:
@@ -268,7 +269,9 @@ def main() -> None:
 
 def compare(arguments: argparse.Namespace, folder: str, here: World) -> None:
     """Measure, and print the table on the main rank."""
-    lines = [f"{device_name(here.device)}, {here.size} x {torch.get_num_threads()} threads, torch {torch.__version__}"]
+    lines = [
+        f"{get_device_name(here.device)}, {here.size} x {torch.get_num_threads()} threads, torch {torch.__version__}"
+    ]
     runs: list[Run] = []
     contenders: dict[str, Contender] = {}
     try:

@@ -12,11 +12,11 @@ from muown_train.analysis.scoring import own_validation
 from muown_train.data.rows import RowSource
 from muown_train.runs import checkpoint_files as files
 from muown_train.runs.checkpoint import unflatten
+from muown_train.runs.checkpoint_reader import OpenCheckpoint, list_steps
 from muown_train.runs.metrics import encoded, read_metrics
 from muown_train.runs.saved_run import SavedRun, open_run
-from muown_train.runs.checkpoint_reader import OpenCheckpoint, list_steps
 from muown_train.runtime import hardware
-from muown_train.runtime.atomic_files import replace
+from muown_train.runtime.atomic_files import write_atomic
 from muown_train.runtime.distributed import World
 
 FOLDER = "analysis"  # in a run's folder, where training looks at nothing
@@ -27,7 +27,7 @@ def subject_of(saved: SavedRun, world: World) -> Subject:
 
     Data are rebuilt when they are first asked for, and so are the errors if that is impossible.
     """
-    model, top = saved.model(world.device), saved.config
+    model, top = saved.load_model(world.device), saved.config
 
     @cache
     def rows() -> RowSource:
@@ -52,7 +52,7 @@ def subject_of(saved: SavedRun, world: World) -> Subject:
 
 def magnitudes_in(checkpoint: OpenCheckpoint) -> dict[str, Magnitudes]:
     """What Muown had of each parameter; nothing where the checkpoint holds weights alone: see `check_optimizer`."""
-    state = checkpoint.optimizer_state(("magnitude", "row_norm"))
+    state = checkpoint.load_optimizer_state(("magnitude", "row_norm"))
     return {name: Magnitudes(own["magnitude"], own["row_norm"]) for name, own in state.items() if "magnitude" in own}
 
 
@@ -62,7 +62,7 @@ def check_optimizer(checkpoint: OpenCheckpoint) -> None:
     Raises:
         ValueError: the checkpoint holds weights alone.
     """
-    if not checkpoint.optimizer_state(()):
+    if not checkpoint.load_optimizer_state(()):
         raise ValueError(
             f"{checkpoint.folder} holds weights alone, and nothing of the optimizer whose gradients are asked for"
         )
@@ -101,7 +101,7 @@ class Results:
         kept = [
             old for old in self.lines() if old["step"] != line["step"] or old.get("checkpoint") == line["checkpoint"]
         ]
-        replace(self.path, b"".join(map(encoded, sorted([*kept, line], key=lambda each: each["step"]))))
+        write_atomic(self.path, b"".join(map(encoded, sorted([*kept, line], key=lambda each: each["step"]))))
 
 
 def identity(saved: SavedRun) -> str:

@@ -30,7 +30,7 @@ from muown_train.analysis.matrices import Matrix
 from muown_train.analysis.spectral import singular_values
 from muown_train.optim.core.weight_norm import split_gradient
 from muown_train.optim.param_groups import canonical_name
-from muown_train.runtime.atomic_files import replace
+from muown_train.runtime.atomic_files import write_atomic
 
 MOST = 2**25  # elements of a batch of matrices
 Progress = Callable[[str, int, int], None]  # what is done, minibatches, of how many
@@ -88,7 +88,7 @@ class Noise:
     def _squares(self, mean: Gradients, magnitudes: Mapping[str, Magnitudes], progress: Progress) -> Tensor:
         """Sums of squared norms of deviations from the mean: of W, R and g, (matrices, 3)."""
         total, before = torch.zeros(len(self.subject.matrices), 3, dtype=torch.float64), 0
-        saved = self.subject.world.on_main(lambda: _read_json(self.squares_file))
+        saved = self.subject.world.run_on_main(lambda: _read_json(self.squares_file))
         if saved.get("key") == self.key:
             total, before = torch.tensor(saved["squares"], dtype=torch.float64), saved["done"]
         self.subject.rows().load_state_dict({})
@@ -101,7 +101,7 @@ class Noise:
             total += self.subject.world.sum(block)
             if self.subject.world.is_main:
                 state = {"key": self.key, "done": done, "squares": total.tolist()}
-                replace(self.squares_file, json.dumps(state).encode())
+                write_atomic(self.squares_file, json.dumps(state).encode())
                 progress("deviations", done, self.batches)
         return total
 
@@ -120,7 +120,7 @@ class Noise:
 
     def _resumed(self, total: Gradients) -> int:
         """Load what was summed up of this measurement before; how many minibatches that is."""
-        done: int = self.subject.world.on_main(self._mean_done)
+        done: int = self.subject.world.run_on_main(self._mean_done)
         if done:
             with safe_open(self.mean_file, "pt") as file:
                 for p, tensor in total.items():
@@ -136,7 +136,7 @@ class Noise:
 
     def _write_mean(self, total: Gradients, done: int) -> None:
         tensors = {self.names[p]: tensor.cpu() for p, tensor in total.items()}
-        replace(self.mean_file, save(tensors, {"key": self.key, "done": str(done)}))
+        write_atomic(self.mean_file, save(tensors, {"key": self.key, "done": str(done)}))
 
 
 def scratch_files(scratch: Path) -> tuple[Path, Path]:

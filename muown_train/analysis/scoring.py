@@ -23,7 +23,7 @@ from muown_train.data.text.tokenizer import Tokenizer
 from muown_train.models.language_model import LanguageModel
 from muown_train.models.loss import IGNORE
 from muown_train.runs.saved_run import SavedRun
-from muown_train.runtime.redaction import redacted_tree
+from muown_train.runtime.redaction import redact_tree
 
 LEAST_BLOCKS = 30  # blocks have fewer rows where there would be fewer of them
 FEWEST = 30  # blocks that an interval is made of, for which 1.96 is near enough to Student's quantile
@@ -130,11 +130,9 @@ def own_validation(
     # a stored folder of prepared data may be a stranger's choice
     config = saved.config
     valid_tokens = valid_tokens or config.valid_tokens
-    data = build_data(
-        config.data, RunInfo(config.seq_len, config.seed, valid_tokens, cache_folder(cache), vocab_size)
-    )
+    data = build_data(config.data, RunInfo(config.seq_len, config.seed, valid_tokens, cache_folder(cache), vocab_size))
     for key in DATA_IDENTITY:
-        old, new = saved.data.get(key), redacted_tree(data.facts.get(key))
+        old, new = saved.data.get(key), redact_tree(data.facts.get(key))
         # more held-out tokens may be of more documents
         if old != new and not (key == "held_out_content" and valid_tokens != config.valid_tokens):
             raise ValueError(
@@ -205,7 +203,7 @@ def prepared(
         data = own_validation(saved, model.vocab_size, valid_tokens, cache)
         tokenizer, ids = data.tokenizer, {ALL: data.valid}
     else:
-        tokenizer = saved.tokenizer()
+        tokenizer = saved.load_tokenizer()
         ids = encoded(text, tokenizer)
     sizes = token_bytes(tokenizer)
     scoring = Scoring(model, tokenizer, seq_len, {}, {}, {})

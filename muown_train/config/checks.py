@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from muown_train.runtime.suggest import nearest
+from muown_train.runtime.suggest import suggest_nearest
 
 
 def is_number(value: Any) -> bool:
@@ -57,5 +57,5 @@ def check_choice(key: str, value: Any, choices: Sequence[str]) -> str:
     if value not in choices:
         *most, last = choices
         allowed = f"{', '.join(most)} or {last}" if most else last
-        raise ValueError(f"{key}={value!r} must be {allowed}{nearest(str(value), choices)}")
+        raise ValueError(f"{key}={value!r} must be {allowed}{suggest_nearest(str(value), choices)}")
     return str(value)

@@ -12,7 +12,7 @@ from typing import Any
 
 from muown_train.config.checks import is_number
 from muown_train.config.renamed_names import update_target
-from muown_train.runtime.suggest import nearest
+from muown_train.runtime.suggest import suggest_nearest
 
 _TORCH = "Adadelta Adafactor Adagrad Adam Adamax AdamW ASGD Muon NAdam RAdam RMSprop Rprop SGD"
 _OURS = "Lion Muon Muown MuownSign NorMuon NorMuown SOAP"
@@ -98,7 +98,7 @@ def check_targets(settings: Any, section: str, trust: Sequence[str] = ()) -> Non
         if "_target_" in settings and not (isinstance(target, str) and (target in ALLOWED or target in trust)):
             raise ValueError(
                 f"{section}._target_={target!r} is not among what a configuration may name"
-                f"{nearest(str(target), ALLOWED)}: if it is code you trust, give trust=[{target}] on the command line"
+                f"{suggest_nearest(str(target), ALLOWED)}: if it is code you trust, give trust=[{target}] on the command line"
             )
     elif isinstance(settings, list | tuple):
         entries = enumerate(settings)
@@ -117,7 +117,9 @@ def check_settings(settings: Any, target: partial[Any], section: str, given: Ite
     parameters = {key: p for key, p in inspect.signature(target.func).parameters.items() if key not in set(given)}
     for key, value in settings.items():
         if key not in parameters:
-            raise ValueError(f"{section}.{key} is no setting of {target.func.__name__}{nearest(key, parameters)}")
+            raise ValueError(
+                f"{section}.{key} is no setting of {target.func.__name__}{suggest_nearest(key, parameters)}"
+            )
         kind = _describe_kind(parameters[key].default)
         if kind and _describe_kind(value) != kind:
             raise ValueError(f"{section}.{key}={value!r} must be {kind}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from muown_train.config.instantiate import list_defaults
 from muown_train.config.renamed_names import update_stored_config
-from muown_train.runtime.redaction import redacted_tree
+from muown_train.runtime.redaction import redact_tree
 
 # entries of a run's data metadata that tell its data from others
 DATA_IDENTITY = ("content", "tokenizer_hash", "revision", "held_out_content")
@@ -30,7 +30,7 @@ def check_same_run(folder: Path, metadata: Mapping[str, Any] | None, config: Map
     """
     stored = update_stored_config((metadata or {}).get("config") or {})
     for key in _FIXED if metadata else ():
-        old, new = _get(stored, key), redacted_tree(_get(config, key))
+        old, new = _get(stored, key), redact_tree(_get(config, key))
         if isinstance(old, dict) and isinstance(new, dict):
             # a run of an earlier version did what the default of a later setting is
             defaults = list_defaults(new, key)
@@ -56,7 +56,7 @@ def check_same_data(folder: Path, metadata: Mapping[str, Any] | None, data: Mapp
         ValueError: the data differ; the message names the first entry that does.
     """
     for key in DATA_IDENTITY if metadata else ():
-        old, new = _get(metadata, f"data.{key}"), redacted_tree(data.get(key))
+        old, new = _get(metadata, f"data.{key}"), redact_tree(data.get(key))
         if old != new:
             raise ValueError(
                 f"{folder} holds a run on other data ({key} was {old}, is {new}): "

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from muown_train.config.overrides import parse_overrides
-from muown_train.runtime.redaction import redacted
+from muown_train.runtime.redaction import redact
 
 # keys and sections that do not change a result, and so never enter a run's default name
 NOT_IN_NAME = (
@@ -69,7 +69,7 @@ def list_naming_overrides(overrides: Iterable[str]) -> list[tuple[str, str]]:
 def make_folder_name(parts: Iterable[Any]) -> str:
     """Join parts to a plain name; where characters are replaced or cut off, a digest keeps names apart."""
     full = "-".join(map(str, parts))
-    name = re.sub(f"[^{_ALLOWED}]+", "_", redacted(full))
+    name = re.sub(f"[^{_ALLOWED}]+", "_", redact(full))
     if name != full or len(name) > _MAX_LENGTH:
         name = f"{name[:_MAX_LENGTH]}-{hashlib.sha256(full.encode()).hexdigest()[:8]}"
     return name
@@ -97,7 +97,7 @@ def check_run_name(name: Any) -> str:
     if not re.fullmatch(f"[{_ALLOWED}]{{1,200}}", str(name)) or str(name)[0] in ".-":
         shown = repr(name) if len(str(name)) <= 200 else f"{str(name)[:40]!r}… ({len(str(name))} characters)"
         raise ValueError(f"name={shown} must be a plain folder name of up to 200 letters, digits and . _ = + , -")
-    if redacted(str(name)) != str(name):
+    if redact(str(name)) != str(name):
         raise ValueError("name holds a secret, which would be the name of a folder: give another")
     return str(name)
 

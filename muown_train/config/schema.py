@@ -8,7 +8,7 @@ from typing import Any
 from muown_train.config.checks import check_bool, check_choice, check_int, check_positive
 from muown_train.config.renamed_names import update_stored_config
 from muown_train.config.run_name import check_run_name
-from muown_train.runtime.suggest import nearest
+from muown_train.runtime.suggest import suggest_nearest
 
 Section = dict[str, Any]
 Schedule = Callable[[int, int], float]  # (step, steps) -> multiplier of the base learning rate
@@ -90,7 +90,7 @@ def parse_config(tree: Mapping[str, Any], default_name: str) -> RunConfig:
     settings = update_stored_config(tree)
     for key in settings:
         if key not in known:
-            raise ValueError(f"there is no key {key}{nearest(key, known)}")
+            raise ValueError(f"there is no key {key}{suggest_nearest(key, known)}")
     if settings.get("name") is None:
         settings["name"] = default_name
     try:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from muown_train.runtime.atomic_files import sync
+from muown_train.runtime.atomic_files import sync_to_disk
 
 CHECKED = 1 << 27  # files up to so many bytes are read through at each start; of larger ones only the size
 WAIT = 3.0  # seconds before saying that one waits
+
+
+def cache_folder(configured: str | None) -> Path:
+    """Return the folder of prepared data: `configured`, or else muown_train in the user's cache folder."""
+    if configured:
+        return Path(configured).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "muown_train"
 
 
 def prepared(folder: Path, build: Callable[[Path], dict[str, Any]], progress: Callable[[str], None]) -> dict[str, Any]:
@@ -68,7 +76,7 @@ def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> Any:
         text = json.dumps(index)
         (partial / "index.json").write_text(text)
         for path in partial.iterdir():
-            sync(path)
+            sync_to_disk(path)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     finally:

@@ -11,9 +11,9 @@ from typing import Any
 from muown_train.experiments.report.curves import caption, plot_comparison
 from muown_train.experiments.report.style import amount
 from muown_train.experiments.report.tables import Table, csv_text, mean_and_deviation, spanned, with_deviation
-from muown_train.runs.record import ABSENT, Group, RunRecord, differing, grouped, machines
-from muown_train.runtime.atomic_files import replace
-from muown_train.training.tracking.console import duration
+from muown_train.runs.record import ABSENT, RunGroup, RunRecord, find_differing_settings, group_runs, list_devices
+from muown_train.runtime.atomic_files import write_atomic
+from muown_train.runtime.formatting import format_duration
 
 _LOSS, _PERPLEXITY = ("valid/loss", 4), ("valid/perplexity", 2)  # with digits after the point
 _SIDE_BY_SIDE = 6  # settings that fit beside one another in a table
@@ -23,7 +23,7 @@ _SIDE_BY_SIDE = 6  # settings that fit beside one another in a table
 class Comparison:
     """Runs in groups of one setting, the lowest validation loss first, what has not finished last."""
 
-    groups: Sequence[Group]
+    groups: Sequence[RunGroup]
     words: Sequence[Sequence[str]]  # that tell the groups apart, of each as many
     differing: Mapping[str, Sequence[Any]]  # setting -> value in each group
 
@@ -49,7 +49,7 @@ class Comparison:
         rows = [self._line(label, group) for label, group in zip(self.labels, self.groups, strict=True)]
         return Table("Final numbers", head, rows, ("training loss", "tokens", "largest lr", "tokens/s", "perplexity"))
 
-    def _line(self, label: str, group: Group) -> list[str]:
+    def _line(self, label: str, group: RunGroup) -> list[str]:
         runs, finished = group.runs, group.finished
         training = [loss for run in finished if (loss := run.training_loss) is not None]
         tokens = sorted(run.last("tokens") or 0 for run in runs)
@@ -91,7 +91,7 @@ class Comparison:
                         str(run.seed),
                         f"{losses[-1]:.4f}" if len(losses) else ABSENT,
                         f"{steps[-1]:,.0f}" if len(losses) else ABSENT,
-                        duration(run.last("time") or 0),
+                        format_duration(run.last("time") or 0),
                         run.device or ABSENT,
                         told(run),
                     ]
@@ -107,7 +107,7 @@ class Comparison:
             twice = [str(seed) for seed, count in Counter(str(run.seed) for run in group.runs).items() if count > 1]
             if twice:
                 notes.append(f"{label}: several runs of seed {', '.join(twice)}, whose deviation is none over seeds.")
-        if len(machines(self.groups)) > 1:
+        if len(list_devices(self.groups)) > 1:
             notes.append("The runs were trained on different machines: times and tokens/s do not compare them.")
         if any(key.startswith("data (") for key in self.differing):
             notes.append("The runs did not have the same data: their losses may be of different texts.")
@@ -150,20 +150,20 @@ class Comparison:
         tables = [self.overview(), *[self.differences()] * bool(self.differing), self.runs()]
         parts = ["# Comparison of runs\n", "![losses](compare.png)\n", caption(self.groups) + "\n"]
         parts += [table.markdown() for table in tables] + ["\n".join(f"- {note}" for note in self.notes()) + "\n"]
-        replace(paths[0], "\n".join(parts).encode())
-        replace(paths[1], csv_text(self.records()).encode())
+        write_atomic(paths[0], "\n".join(parts).encode())
+        write_atomic(paths[1], csv_text(self.records()).encode())
         plot_comparison(self.groups, self.words, paths[2:])
         return paths
 
 
 def compare(runs: Sequence[RunRecord]) -> Comparison:
     """Compare runs, at least one; a folder that is given twice counts once."""
-    groups = grouped([*{run.folder.resolve(): run for run in runs}.values()])
+    groups = group_runs([*{run.folder.resolve(): run for run in runs}.values()])
     groups.sort(key=lambda group: _mean_or_infinity(group.finals("valid/loss")))
-    return Comparison(groups, telling_apart(groups), differing(groups))
+    return Comparison(groups, telling_apart(groups), find_differing_settings(groups))
 
 
-def telling_apart(groups: Sequence[Group]) -> list[list[str]]:
+def telling_apart(groups: Sequence[RunGroup]) -> list[list[str]]:
     """The fewest words that tell the groups apart: the values of the first keys that do.
 
     The optimizer comes first, then the model, the matrices' rate and decay, then all else as in the configuration. Of a
@@ -171,7 +171,7 @@ def telling_apart(groups: Sequence[Group]) -> list[list[str]]:
     """
     if len(groups) == 1:
         return [[groups[0].runs[0].name]]
-    found = differing(groups)
+    found = find_differing_settings(groups)
     chosen: list[str] = []
     apart = 1
     for key in sorted(found, key=_importance):
@@ -216,7 +216,7 @@ def told(run: RunRecord) -> str:
     return f"{text}: {reason}" if reason else text
 
 
-def _final(group: Group, key: str, digits: int) -> str:
+def _final(group: RunGroup, key: str, digits: int) -> str:
     """Mean and deviation of a group's runs that finished; or what there is so far; or that all diverged."""
     if group.finished:
         return with_deviation(group.finals(key), digits)

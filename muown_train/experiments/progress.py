@@ -5,15 +5,16 @@ A run counts for a cell if their settings are the same, wherever it lies and wha
 
 import fcntl
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from muown_train.config.run_name import check_run_name
 from muown_train.experiments.grid import Cell, Experiment
-from muown_train.runs.record import NoRun, RunRecord, Settings, read_config, read_run, settings_of
-from muown_train.runtime.redaction import redacted_tree
+from muown_train.runs.record import NoRun, RunRecord, get_defining_settings, read_archived_runs, read_config, read_run
+from muown_train.runtime.redaction import redact_tree
 
 # as reports and lists have it: the more useful, the earlier
 STATES = ("done", "diverged", "running", "queued", "stopped", "cut off", "failed", "damaged", "missing")
@@ -55,32 +56,27 @@ def progress(experiment: Experiment, cells: Sequence[Cell], out: str, archive: P
 
     Args:
         out: folder of all runs; those of an experiment are in OUT/EXPERIMENT.
-        archive: a further folder of runs.
+        archive: a folder of archives, whose runs count too.
 
     Raises:
         ValueError: a run of a cell's name that has other settings, or two cells that are one run.
     """
-    places = [Path(out)] + ([archive] if archive else [])
     folder = Path(out) / experiment.folder
-    by_rate: dict[Any, list[tuple[Path, Settings]]] = {}
-    for path in _folders(places):
-        try:
-            config = read_config(path)
-        except NoRun:  # being made, or broken: it is no finished run in any case
-            continue
-        settings = _settings(config, experiment.same)
-        by_rate.setdefault((config.get("seed"), settings.get("optim.lr")), []).append((path, settings))
+    by_rate: dict[Any, list[tuple[RunRecord, dict[str, Any]]]] = {}
+    for run in (*_read_runs(Path(out)), *(read_archived_runs(archive) if archive else ())):
+        settings = _settings(run.config, experiment.same)
+        by_rate.setdefault((run.seed, settings.get("optim.lr")), []).append((run, settings))
     found, seen = [], dict[str, Cell]()
     for cell in cells:
-        settings = _settings(redacted_tree(cell.config), experiment.same)
+        settings = _settings(redact_tree(cell.config), experiment.same)
         other = seen.setdefault(repr((cell.seed, sorted(settings.items()))), cell)
         if other is not cell:
             raise ValueError(f"{other.name} and {cell.name} are the same run: choose some with series= or points=")
         there = by_rate.get((cell.seed, cell.lr), [])
-        same = [path for path, of_run in there if same_settings(of_run, settings)]
+        same = [run for run, of_run in there if same_settings(of_run, settings)]
         own = folder / check_run_name(cell.name)
-        candidates = [_found(cell, path) for path in same]
-        if own not in same:
+        candidates = [_found(cell, run) for run in same]
+        if own not in [run.folder for run in same]:
             try:
                 _refuse_other(own, settings, experiment.same)
             except NoRun as error:
@@ -90,16 +86,17 @@ def progress(experiment: Experiment, cells: Sequence[Cell], out: str, archive: P
     return found
 
 
-def _folders(places: Iterable[Path]) -> Iterator[Path]:
-    """Folders of runs in places and in folders there; of those that share a name the first place's come first."""
-    for place in places:
-        for pattern in ("*/config.yaml", "*/*/config.yaml"):
-            yield from (path.parent for path in sorted(place.glob(pattern)))
+def _read_runs(out: Path) -> Iterator[RunRecord]:
+    """Yield the runs in a folder, then those in the folders there; a folder whose configuration is unreadable is no run."""
+    for pattern in ("*/config.yaml", "*/*/config.yaml"):
+        for path in sorted(out.glob(pattern)):
+            with suppress(NoRun):
+                yield read_run(path.parent)
 
 
-def _settings(config: Mapping[str, Any], same: Sequence[str]) -> Settings:
+def _settings(config: Mapping[str, Any], same: Sequence[str]) -> dict[str, Any]:
     """What defines a run, and what else an experiment asks of its runs."""
-    return settings_of(config) | {key: config.get(key) for key in same}
+    return get_defining_settings(config) | {key: config.get(key) for key in same}
 
 
 def same_settings(of_run: Mapping[str, Any], of_cell: Mapping[str, Any]) -> bool:
@@ -112,7 +109,7 @@ def _differing(of_run: Mapping[str, Any], of_cell: Mapping[str, Any]) -> str | N
     return next((key for key in {**of_run, **of_cell} if of_run.get(key) != of_cell.get(key)), None)
 
 
-def _refuse_other(folder: Path, settings: Settings, same: Sequence[str]) -> None:
+def _refuse_other(folder: Path, settings: Mapping[str, Any], same: Sequence[str]) -> None:
     """Error if a folder that a cell would train in holds a run with other settings."""
     if not (folder / "config.yaml").exists():
         return
@@ -124,9 +121,8 @@ def _refuse_other(folder: Path, settings: Settings, same: Sequence[str]) -> None
         )
 
 
-def _found(cell: Cell, folder: Path) -> Found:
-    run = read_run(folder)
-    state = shown(run.state)
+def _found(cell: Cell, run: RunRecord) -> Found:
+    folder, state = run.folder, shown(run.state)
     if state == "running" and not in_use(folder):
         state = "cut off"
     elif state not in STATES:

@@ -15,7 +15,7 @@ from dataclasses import replace as changed
 from pathlib import Path
 
 from muown_train.experiments.progress import Found
-from muown_train.runtime.atomic_files import replace
+from muown_train.runtime.atomic_files import write_atomic
 
 _ASK = ("squeue", "--me", "--noheader", "--array", "--format=%F %K %T")  # job of the array, element, state
 _SECONDS = 60  # for an answer
@@ -33,7 +33,7 @@ def keep_job(runs: Path, said: str) -> bool:
     """
     number = re.search(r"\d+", said.strip().rpartition("\n")[2])
     if number:
-        replace(runs.with_suffix(".job"), f"{number[0]}\n".encode())
+        write_atomic(runs.with_suffix(".job"), f"{number[0]}\n".encode())
     return number is not None
 
 

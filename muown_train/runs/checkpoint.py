@@ -1,12 +1,12 @@
-"""The checkpoints of a run: tensors in safetensors, everything else in JSON, complete or absent, for any number of ranks.
+"""The checkpoints of a run: complete or absent, tensors in safetensors and the rest in JSON, for any number of ranks.
 
 A checkpoint is the union of what the ranks hold under names such as `model/blocks.0.mlp.out.weight` or
-`optimizer/blocks.0.mlp.out.weight/momentum_buffer`. If several ranks hold a value, the first of them writes it. Training
-pauses only for a copy to host memory; a thread of each rank writes the rank's part while training goes on.
+`optimizer/blocks.0.mlp.out.weight/momentum_buffer`. If several ranks hold a value, the first of them writes it.
+Training pauses only for a copy to host memory; a thread of each rank writes the rank's part while training goes on.
 
-A checkpoint is written beside its final place, fsynced and renamed. If the files of a checkpoint do not match its index,
-the trainer names it, sets it aside as `damaged-…`, never deletes it, and uses the one before it. Nothing is unpickled.
-checkpoint_files.py knows the files, checkpoint_reader.py reads them.
+A checkpoint is written beside its final place, fsynced and renamed. If the files of a checkpoint do not match its
+index, the trainer names it, sets it aside as `damaged-…`, never deletes it, and uses the one before it. Nothing is
+unpickled. checkpoint_files.py knows the files, checkpoint_reader.py reads them.
 
 torch.distributed.checkpoint is not used: its FileSystemWriter pickles metadata; its HuggingFaceStorageWriter, for
 safetensors, writes everything that is not a tensor as torch.save pickles it, keeps no checksums, and does not say which
@@ -287,7 +287,7 @@ class Checkpoints:
             ValueError: on every rank, if there are checkpoints but none that can be used.
         """
         self.settle_or_warn()
-        newest = self.world.on_main(self._find_newest)
+        newest = self.world.run_on_main(self._find_newest)
         return open_files(newest) if newest else None
 
     def _begin(self, final: Path) -> bool:

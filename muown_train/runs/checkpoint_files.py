@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muown_train.runtime.atomic_files import sync
+from muown_train.runtime.atomic_files import sync_to_disk
 
 FORMAT = 1  # version of the folder's layout and of index.json
 INDEX = "index.json"
@@ -48,8 +48,8 @@ Files = dict[str, dict[str, Any]]  # name -> {"bytes": int, "sha256": hex digits
 class HostCopy:
     """A copy of tensors in one block of host memory, laid out as in a safetensors file.
 
-    The next copy reuses the block, since fresh pages cost as much as the copying. For a CUDA device the block is pinned;
-    torch rounds pinned memory up to a power of two.
+    The next copy reuses the block, since fresh pages cost as much as the copying. For a CUDA device the block is
+    pinned; torch rounds pinned memory up to a power of two.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -128,9 +128,9 @@ def _write(path: Path, *parts: bytes | memoryview) -> dict[str, Any]:
 def publish(partial: Path, final: Path, index: Mapping[str, Any]) -> None:
     """Add the index to a complete folder and give it its final name; both are on the disk on return."""
     _write(partial / INDEX, json.dumps(index, indent=1).encode())
-    sync(partial)
+    sync_to_disk(partial)
     partial.rename(final)
-    sync(final.parent)
+    sync_to_disk(final.parent)
 
 
 def partial_path(final: Path) -> Path:

@@ -15,13 +15,13 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from muown_train.config.settings import Settings
+from muown_train.config.schema import TrainerSettings
 from muown_train.optim import Combined
 from muown_train.optim.core.matrix import MatrixOptimizer
-from muown_train.runtime.atomic_files import replace
+from muown_train.runtime.atomic_files import write_atomic
 from muown_train.runtime.distributed import World
-from muown_train.runtime.hardware import device_name
-from muown_train.runtime.redaction import redacted_tree
+from muown_train.runtime.hardware import get_device_name
+from muown_train.runtime.redaction import redact_tree
 
 _PACKAGES = (
     "muown-train",
@@ -40,7 +40,7 @@ def describe(
     model: nn.Module,
     optimizer: Combined,
     data: Mapping[str, Any],
-    settings: Settings,
+    settings: TrainerSettings,
     world: World,
     started: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def describe(
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "git_commit": _git_commit(),
         "command": sys.argv[1:],
-        "device": device_name(world.device),
+        "device": get_device_name(world.device),
         "ranks": world.size,
         "threads": torch.get_num_threads(),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -88,8 +88,8 @@ def write(folder: Path, config: Mapping[str, Any], facts: Mapping[str, Any]) -> 
     Raises:
         OSError: the folder cannot be written.
     """
-    replace(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(redacted_tree(config))).encode())
-    replace(folder / "manifest.json", (json.dumps(redacted_tree(facts), indent=1) + "\n").encode())
+    write_atomic(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(redact_tree(config))).encode())
+    write_atomic(folder / "manifest.json", (json.dumps(redact_tree(facts), indent=1) + "\n").encode())
 
 
 def show(facts: Mapping[str, Any], folder: Path) -> None:

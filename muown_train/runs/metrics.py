@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from muown_train.runtime.atomic_files import replace, sync
+from muown_train.runtime.atomic_files import sync_to_disk, write_atomic
 
 Line = dict[str, Any]
 
@@ -63,7 +63,7 @@ class Metrics:
         """Wait until the lines written so far are on the disk, as before a checkpoint that must not outlast them."""
         for path in (self.path, self._events.path):
             if path.exists():
-                sync(path)
+                sync_to_disk(path)
 
     def rewind(self, step: int) -> None:
         """Move the lines after `step`, and any broken or repeated one, to metrics.rolled_back.jsonl.
@@ -88,9 +88,9 @@ class Metrics:
             rolled_back = WholeLines(self.path.with_name("metrics.rolled_back.jsonl"))
             rolled_back.waiting = moved
             rolled_back.write()
-            sync(rolled_back.path)
+            sync_to_disk(rolled_back.path)
         if (whole := b"".join(kept)) != content:
-            replace(self.path, whole)
+            write_atomic(self.path, whole)
         self._lines.waiting.clear()
 
     def amend(self, line: Line) -> None:
@@ -103,7 +103,7 @@ class Metrics:
         last = _parsed(lines[-1]) if lines else None
         if last is not None and last["step"] == line["step"]:
             lines.pop()
-        replace(self.path, b"".join([*lines, encoded(line)]))
+        write_atomic(self.path, b"".join([*lines, encoded(line)]))
 
     def read(self) -> list[Line]:
         """All lines, those that wait too."""
@@ -158,11 +158,16 @@ def _mended(file: BinaryIO) -> int:
 
 
 def read_metrics(path: Path, last: int | None = None) -> list[Line]:
-    """The lines of a metrics.jsonl, or those in its last so many bytes; a line that was cut off is left out."""
+    """Return the lines of a metrics.jsonl, or those in its last `last` bytes; a line that was cut off is left out."""
     with path.open("rb") as file:
-        if last is not None:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - last))
-        return [line for text in file.read().split(b"\n") if (line := _parsed(text)) is not None]
+        return parse_metrics(file, last)
+
+
+def parse_metrics(file: BinaryIO, last: int | None = None) -> list[Line]:
+    """Return the lines of an open metrics.jsonl, as `read_metrics` does of a path."""
+    if last is not None:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - last))
+    return [line for text in file.read().split(b"\n") if (line := _parsed(text)) is not None]
 
 
 def _parsed(text: bytes) -> Line | None:

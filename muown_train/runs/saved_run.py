@@ -24,7 +24,7 @@ from muown_train.models.language_model import LanguageModel, build_model
 from muown_train.runs.checkpoint import Checkpoints, ModelState
 from muown_train.runs.checkpoint_reader import OpenCheckpoint, open_checkpoint, warn_on_stderr
 from muown_train.runtime import hardware
-from muown_train.runtime.atomic_files import replace, whole_folder
+from muown_train.runtime.atomic_files import atomic_folder, write_atomic
 from muown_train.runtime.distributed import World
 
 
@@ -96,7 +96,7 @@ class SavedRun:
             return HubTokenizer(str(self.data.get("tokenizer", file)), file.read_bytes())
         except OSError as error:
             raise ValueError(
-                f"{file} cannot be read ({error.strerror}): a run on random data has no tokenizer; "
+                f"{file} cannot be read ({error.strerror}): random data have no tokenizer; "
                 "for a run of an earlier version, copy the file there that it was trained with"
             ) from error
 
@@ -167,11 +167,11 @@ def write_run(
     Raises:
         ValueError: see `check_new_folder`; or another process writes the folder.
     """
-    with whole_folder(folder, check_new_folder) as partial:
+    with atomic_folder(folder, check_new_folder) as partial:
         if tokenizer is not None:
-            replace(partial / TOKENIZER, tokenizer)
-        replace(partial / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))).encode())
-        replace(partial / "manifest.json", (json.dumps(dict(origin), indent=1) + "\n").encode())
+            write_atomic(partial / TOKENIZER, tokenizer)
+        write_atomic(partial / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))).encode())
+        write_atomic(partial / "manifest.json", (json.dumps(dict(origin), indent=1) + "\n").encode())
         metadata = {"config": dict(config), "data": dict(data), "wandb_id": None}
         checkpoints = Checkpoints(partial / "checkpoints", World(0, 1, torch.device("cpu")), metadata=metadata)
         checkpoints.save(step, {"model": _Weights(weights)}, wait=True)

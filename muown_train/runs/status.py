@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muown_train.runs.metrics import Metrics
-from muown_train.runtime.atomic_files import read_json, replace
+from muown_train.runtime.atomic_files import read_json, write_atomic
 
 if TYPE_CHECKING:  # tables of runs are made without torch
     from muown_train.runtime.distributed import World
@@ -34,7 +34,7 @@ class GaveUp(Exception):
 def write_status(folder: Path, outcome: Outcome, step: int, steps: int) -> None:
     """Replace status.json."""
     status = {"state": outcome.state, "reason": outcome.reason, "step": step, "steps": steps, "time": time.time()}
-    replace(folder / "status.json", (json.dumps(status) + "\n").encode())
+    write_atomic(folder / "status.json", (json.dumps(status) + "\n").encode())
 
 
 def read_status(folder: Path) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def count_start(folder: Path, give_up_after: int, world: "World") -> None:
         GaveUp: they have; on every rank.
         OSError: the folder cannot be written.
     """
-    world.on_main(lambda: _count(folder, give_up_after))
+    world.run_on_main(lambda: _count(folder, give_up_after))
 
 
 def _count(folder: Path, give_up_after: int) -> None:
@@ -72,7 +72,7 @@ def _count(folder: Path, give_up_after: int) -> None:
     given_up = failed_at is not None and same and len(last) == give_up_after
     if given_up:
         starts[-1]["failed_at"] = None  # whoever starts it again has looked at it
-    replace(path, "".join(json.dumps(start) + "\n" for start in starts).encode())
+    write_atomic(path, "".join(json.dumps(start) + "\n" for start in starts).encode())
     if given_up:
         raise GaveUp(
             f"{folder}: {give_up_after} starts in a row failed after update {failed_at}; look at the log, "

@@ -11,7 +11,7 @@ from typing import Any
 PARTIAL = ".partial"  # ends the names of files that are not complete
 
 
-def sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -20,13 +20,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace(path: Path, content: bytes) -> None:
+def write_atomic(path: Path, content: bytes) -> None:
     """Write a file beside its place, sync and rename it: it is as before or whole, and on the disk on return."""
     beside = path.with_name(path.name + PARTIAL)
     beside.write_bytes(content)
-    sync(beside)
+    sync_to_disk(beside)
     os.replace(beside, path)
-    sync(path.parent)
+    sync_to_disk(path.parent)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def whole_folder(folder: Path, check: Callable[[Path], None]) -> Iterator[Path]:
+def atomic_folder(folder: Path, check: Callable[[Path], None]) -> Iterator[Path]:
     """A folder to write to, beside its place, that takes it when the block ends well; its files are on the disk then.
 
     What a process that was killed left is removed, or put back if it is what was there before.
@@ -66,11 +66,11 @@ def whole_folder(folder: Path, check: Callable[[Path], None]) -> Iterator[Path]:
             try:
                 yield partial
                 for path in (*partial.rglob("*"), partial):
-                    sync(path)
+                    sync_to_disk(path)
                 if place.exists():
                     place.rename(before)
                 partial.rename(place)
-                sync(place.parent)
+                sync_to_disk(place.parent)
             except OSError as error:
                 within = Path(error.filename or partial)
                 if error.errno is None or not within.is_relative_to(partial):

@@ -10,21 +10,21 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 
-def now(device: torch.device) -> float:
+def read_clock(device: torch.device) -> float:
     """Seconds on the clock once the device has done its work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def seconds(action: Callable[[], Any], device: torch.device) -> float:
+def time_call(action: Callable[[], Any], device: torch.device) -> float:
     """Of one call, the device's work included."""
-    started = now(device)
+    started = read_clock(device)
     action()
-    return now(device) - started
+    return read_clock(device) - started
 
 
-def peak_memory(action: Callable[[], Any], device: torch.device | str) -> int:
+def measure_peak_memory(action: Callable[[], Any], device: torch.device | str) -> int:
     """Bytes of tensors that a call takes at most besides those that exist before it.
 
     On a GPU by the allocator's own count, on a CPU by the profiler's record of what is taken and freed, which slows

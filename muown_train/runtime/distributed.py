@@ -37,12 +37,12 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def reached(self, update: int) -> None:
+    def record_step(self, update: int) -> None:
         """Note how many updates are done, for the message if a rank is lost."""
         if self.liveness:
             self.liveness.update = update
 
-    def on_main(self, action: Callable[[], Any]) -> Any:
+    def run_on_main(self, action: Callable[[], Any]) -> Any:
         """The result of an action of the main rank, on every rank; what it raises as well."""
         result: tuple[Any, Exception | None] = (None, None)
         if self.is_main:
@@ -72,7 +72,7 @@ class World:
         return values
 
 
-def replicated(model: nn.Module, device: torch.device, in_bfloat16: bool = False) -> nn.Module:
+def wrap_in_ddp(model: nn.Module, device: torch.device, in_bfloat16: bool = False) -> nn.Module:
     """The model under DDP; its buffers are constants and need no synchronisation.
 
     Gradients are parts of DDP's buckets from here on: to stay so they are to be zeroed, and never set to None.
@@ -106,7 +106,7 @@ def _meet(rank: int, size: int, backend: str, timeout: timedelta) -> None:
 
 
 @contextmanager
-def world(timeout: timedelta = timedelta(minutes=30), lost_after: float = LOST_AFTER) -> Iterator[World]:
+def join_world(timeout: timedelta = timedelta(minutes=30), lost_after: float = LOST_AFTER) -> Iterator[World]:
     """The world that the environment describes; the process group lives as long as the context.
 
     With several ranks, one that is lost ends the others with the reason (see `liveness`).

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from muown_train.optim.core.orthogonalize import has_fast_bfloat16
-from muown_train.runtime.suggest import nearest
+from muown_train.runtime.suggest import suggest_nearest
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ GPUS = {
 }
 
 
-def gpu(name: str) -> Gpu:
+def find_gpu(name: str) -> Gpu:
     """The GPU of that name in GPUS, whatever the case of its letters.
 
     Raises:
@@ -55,10 +55,10 @@ def gpu(name: str) -> Gpu:
     for known, found in GPUS.items():
         if known.lower() == name.lower():
             return found
-    raise ValueError(f"there is no device {name}{nearest(name, GPUS)}; there are {', '.join(GPUS)}")
+    raise ValueError(f"there is no device {name}{suggest_nearest(name, GPUS)}; there are {', '.join(GPUS)}")
 
 
-def usable_device(name: str | None) -> torch.device:
+def find_device(name: str | None) -> torch.device:
     """The device of that name, such as cpu or cuda:1; by default a GPU if there is one, and else the CPU.
 
     Raises:
@@ -74,7 +74,7 @@ def usable_device(name: str | None) -> torch.device:
     return device
 
 
-def device_name(device: torch.device) -> str:
+def get_device_name(device: torch.device) -> str:
     """A name for people: of the GPU, or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -85,11 +85,11 @@ def device_name(device: torch.device) -> str:
         return platform.processor() or platform.machine()
 
 
-def peak_flops(device: torch.device) -> float | None:
+def get_peak_flops(device: torch.device) -> float | None:
     """Dense bfloat16 FLOP/s of a GPU; None where the device is not in the table."""
     if device.type != "cuda":
         return None
-    name = device_name(device)
+    name = get_device_name(device)
     return next((known.flops for known in GPUS.values() if known.part in name), None)
 
 

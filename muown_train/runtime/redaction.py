@@ -32,7 +32,7 @@ _FORMS = (
 _SECRET_KEY = re.compile(_NAME, re.IGNORECASE)
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """The text with *** in place of every secret, also of those that JSON or YAML would write otherwise."""
     return _redacted(text, _of_environment())
 
@@ -46,8 +46,8 @@ def _redacted(text: str, values: Iterable[str]) -> str:
     return text
 
 
-def redacted_tree(tree: Any) -> Any:
-    """A copy of nested mappings and lists with `redacted` texts, keys too."""
+def redact_tree(tree: Any) -> Any:
+    """A copy of nested mappings and lists with `redact` texts, keys too."""
     return _redacted_tree(tree, _of_environment())  # read once: it takes longer than a text
 
 
@@ -73,7 +73,7 @@ def _of_environment() -> list[str]:
 
 
 @contextmanager
-def redacted_tracebacks() -> Iterator[None]:
+def redact_tracebacks() -> Iterator[None]:
     """What leaves this context as an exception ends the process with a redacted traceback and exit status 1.
 
     To be used inside of what else would show an exception; those of other threads are redacted as well.
@@ -91,4 +91,4 @@ def redacted_tracebacks() -> Iterator[None]:
 
 def _show(error: BaseException | None) -> None:
     if error is not None:
-        print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr, flush=True)
+        print(redact("".join(traceback.format_exception(error))), end="", file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: its multiples are well spre
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by bytes of an element
 
 
-def differing(named_parameters: Iterable[tuple[str, Tensor]], world: World) -> str | None:
+def find_divergent_ranks(named_parameters: Iterable[tuple[str, Tensor]], world: World) -> str | None:
     """The first parameter that is not the same on all ranks, in a sentence that is; a collective call.
 
     Args:
@@ -36,7 +36,7 @@ def differing(named_parameters: Iterable[tuple[str, Tensor]], world: World) -> s
     if world.size == 1:
         return None
     names, parameters = zip(*named_parameters, strict=True)
-    hashes = torch.stack([fingerprint(p) for p in parameters]).tolist()
+    hashes = torch.stack([hash_tensor(p) for p in parameters]).tolist()
     for name, values in zip(names, zip(*world.gather(hashes), strict=True), strict=True):
         usual = Counter(values).most_common(1)[0][0]  # of equally common ones the first, of the lowest rank
         others = [rank for rank, value in enumerate(values) if value != usual]
@@ -46,7 +46,7 @@ def differing(named_parameters: Iterable[tuple[str, Tensor]], world: World) -> s
     return None
 
 
-def fingerprint(p: Tensor) -> Tensor:
+def hash_tensor(p: Tensor) -> Tensor:
     """A hash of a tensor's bits, () int64 on its device."""
     whole = p.detach().contiguous()
     # not reshape(-1), which leaves odd strides to tensors of less than two elements

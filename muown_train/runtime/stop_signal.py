@@ -1,7 +1,7 @@
 """A planned stop: signals and a time limit lead every rank to stop after the same update.
 
 A signal sets a flag of the rank that it reached. The flags are reduced once an update, without anybody waiting: the
-reduction that call k of `agreed` starts, of one number on the host, is read by call k + 1. So every rank learns of
+reduction that call k of `should_stop` starts, of one number on the host, is read by call k + 1. So every rank learns of
 the stop at the same call, one update after the flag was set.
 """
 
@@ -21,7 +21,7 @@ from muown_train.runtime.distributed import World
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
-class Stop:
+class StopSignal:
     """Asks all ranks to stop; made by every rank, as it makes a process group, and used as a context.
 
     Inside the context SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask for a stop, of which one line on stderr tells at once;
@@ -42,7 +42,7 @@ class Stop:
         # on the host, whatever the ranks compute on: the answer never waits for a device
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
 
-    def __enter__(self) -> "Stop":
+    def __enter__(self) -> "StopSignal":
         self._before = {
             number: signal.signal(number, self._handle)
             for number in SIGNALS
@@ -75,7 +75,7 @@ class Stop:
         """Ask for a stop; the first reason counts."""
         self.wanted = self.wanted or reason
 
-    def agreed(self) -> str | None:
+    def should_stop(self) -> str | None:
         """Whether to stop now; each rank calls it after each update.
 
         Returns:
@@ -109,5 +109,5 @@ class Stop:
         return int(flag)
 
     def close(self) -> None:
-        """Wait for what is under way; all ranks have called `agreed` equally often. Any number of times."""
+        """Wait for what is under way; all ranks have called `should_stop` equally often. Any number of times."""
         self._reduced()

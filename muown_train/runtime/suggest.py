@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 
-def nearest(word: Any, known: Iterable[str]) -> str:
+def suggest_nearest(word: Any, known: Iterable[str]) -> str:
     """` (did you mean …?)` or nothing; a word of YAML may be a number or a truth value."""
-    found = close(str(word), known)
+    found = find_nearest(str(word), known)
     return f" (did you mean {found}?)" if found else ""
 
 
-def close(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+def find_nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The name that a word resembles most, whatever its case; one that it begins with goes before others."""
     names = {str(name).lower(): str(name) for name in known}
     found = difflib.get_close_matches(word.lower(), list(names), n=3, cutoff=cutoff)
@@ -20,7 +20,7 @@ def close(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return names[best] if best else None
 
 
-def close_key(key: str, known: Iterable[str]) -> str | None:
+def find_nearest_key(key: str, known: Iterable[str]) -> str | None:
     """The dotted key that was meant: a similar one beside it, one similar as a whole, or of that name elsewhere.
 
     Where there is no dot the section may have been forgotten: then the same name elsewhere goes first.
@@ -30,12 +30,12 @@ def close_key(key: str, known: Iterable[str]) -> str | None:
     beside = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent}
     same = min((other for other in known if other.lower().endswith(f".{name.lower()}")), key=len, default=None)
     if not parent:
-        return same or close(name, beside)
-    found = close(name, beside, 0.7)
-    return beside[found] if found else close(key, known, 0.8) or same
+        return same or find_nearest(name, beside)
+    found = find_nearest(name, beside, 0.7)
+    return beside[found] if found else find_nearest(key, known, 0.8) or same
 
 
-def misread(words: Sequence[str], i: int) -> str:
+def explain_word(words: Sequence[str], i: int) -> str:
     """What is wrong with the i-th word of a command line, which is no setting.
 
     A stray space, a colon or a forgotten `=` shows in the words before and after.

@@ -27,8 +27,8 @@ from muown_train.runs.metrics import Line, Metrics, Sink
 from muown_train.runs.status import count_start
 from muown_train.runtime import hardware
 from muown_train.runtime.distributed import World
-from muown_train.runtime.redaction import redacted_tree
-from muown_train.runtime.stop_signal import Stop
+from muown_train.runtime.redaction import redact_tree
+from muown_train.runtime.stop_signal import StopSignal
 from muown_train.training.continuation import Source
 from muown_train.training.divergence import DivergenceMonitor
 from muown_train.training.optimizers import build_optimizer
@@ -36,7 +36,7 @@ from muown_train.training.run import Run, lock_folder
 from muown_train.training.schedule import build_schedule
 from muown_train.training.tracking.console import console
 from muown_train.training.trainer import Trainer
-from muown_train.training.warm_start import read_start
+from muown_train.training.warm_start import read_initial_weights
 
 
 def build_run(config: RunConfig, world: World, source: Source | None = None) -> Run:
@@ -50,7 +50,9 @@ def build_run(config: RunConfig, world: World, source: Source | None = None) -> 
         OSError: data or folders cannot be read or written; ConnectionError: data cannot be fetched.
     """
     batch_rows = compute_batch_rows(config.batch_tokens, config.seq_len, config.micro_batch, world.size)
-    stop = Stop(world, None if config.time_limit is None else 60 * config.time_limit)  # the limit counts from here
+    stop = StopSignal(
+        world, None if config.time_limit is None else 60 * config.time_limit
+    )  # the limit counts from here
     folder = locate_run_folder(config.out, config.name)
     metadata = read_newest_metadata(folder / "checkpoints")
     check_same_run(folder, metadata, config.to_dict())
@@ -59,7 +61,7 @@ def build_run(config: RunConfig, world: World, source: Source | None = None) -> 
     model = build_model(config.model, config.seq_len, config.trust).to(world.device)
     initial = None
     if config.init_from and metadata is None:  # else the run has weights of its own
-        initial = read_start(config.init_from)
+        initial = read_initial_weights(config.init_from)
         initial.load_into(model, config.model, config.trust)  # before the optimizer: Muown's state is of the weights
     steps, schedule = build_schedule(config, sum(p.numel() for p in model.parameters()))
     optimizer = build_optimizer(config.optim, model, config.trust)
@@ -79,9 +81,9 @@ def build_run(config: RunConfig, world: World, source: Source | None = None) -> 
         check_same_data(source.folder, {"data": source.data}, data.facts)
     check_same_data(folder, metadata, data.facts)
     if initial and data.tokenizer.raw is not None:
-        initial.refuse_other_tokenizer(data.facts)
+        initial.check_tokenizer(data.facts)
     settings = build_settings(config, steps, model, world.device)
-    started = initial.facts if initial else (metadata or {}).get("init_from")
+    started = initial.metadata if initial else (metadata or {}).get("init_from")
     origin = {"checkpoint": str(source.checkpoint), "step": source.step} if source else (metadata or {}).get("origin")
     probe_rows = clone_rows(data.train) if config.probes else data.train
     trainer = Trainer(
@@ -103,7 +105,7 @@ def build_run(config: RunConfig, world: World, source: Source | None = None) -> 
             config.keep_checkpoints,
             config.keep_every,
             config.keep_best,
-            metadata=redacted_tree({"config": config.to_dict(), "data": data.facts, "init_from": started})
+            metadata=redact_tree({"config": config.to_dict(), "data": data.facts, "init_from": started})
             | {"wandb_id": (metadata or {}).get("wandb_id"), "origin": origin},
         ),
         settings=settings,
@@ -146,7 +148,7 @@ def build_settings(config: RunConfig, steps: int, model: LanguageModel, device: 
         autocast=hardware.wants_autocast(config.precision, device),
         reduce_in_bfloat16=config.reduce_dtype == "bfloat16",
         flops_per_token=model.flops_per_token(),
-        peak_flops=hardware.peak_flops(device),
+        peak_flops=hardware.get_peak_flops(device),
     )
 
 

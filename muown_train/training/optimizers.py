@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from muown_train.config.checks import check_bool
 from muown_train.config.instantiate import bind_target, check_settings
 from muown_train.optim import Combined, param_groups
-from muown_train.runtime.suggest import nearest
+from muown_train.runtime.suggest import suggest_nearest
 
 _Settings = Mapping[str, Any]
 _ParamGroup = dict[str, Any]
@@ -114,7 +114,7 @@ def check_patterns(patterns: Any, names: list[str]) -> Mapping[str, _Settings]:
         )
     for pattern in patterns:
         if not any(fnmatchcase(name, str(pattern)) for name in names):
-            hint = nearest(str(pattern), names) or f"; there are names such as {names[-1]}"
+            hint = suggest_nearest(str(pattern), names) or f"; there are names such as {names[-1]}"
             raise ValueError(f"optim.patterns.{pattern} matches no parameter{hint}")
     return patterns
 

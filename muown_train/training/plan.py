@@ -25,7 +25,7 @@ from muown_train.config.compose import load_config
 from muown_train.config.schema import RunConfig
 from muown_train.models.language_model import LanguageModel, build_model
 from muown_train.optim import Combined, parameter_roles
-from muown_train.runtime.hardware import Gpu, gpu
+from muown_train.runtime.hardware import Gpu, find_gpu
 from muown_train.training.optimizers import build_optimizer
 from muown_train.training.schedule import build_schedule
 
@@ -76,7 +76,7 @@ def planned(overrides: list[str], device: str, ranks: int) -> Plan:
     """
     if ranks < 1:
         raise ValueError(f"--ranks {ranks} must be 1 or more")
-    card = gpu(device)
+    card = find_gpu(device)
     config = load_config(overrides)
     batch = compute_batch_rows(config.batch_tokens, config.seq_len, config.micro_batch, ranks)
     with torch.device("meta"):  # sizes without numbers

@@ -14,8 +14,8 @@ from muown_train.models.language_model import LanguageModel
 from muown_train.runs import manifest
 from muown_train.runs.metrics import Sink
 from muown_train.runs.status import Outcome, read_status, write_status
-from muown_train.runtime.atomic_files import replace
-from muown_train.runtime.redaction import redacted
+from muown_train.runtime.atomic_files import write_atomic
+from muown_train.runtime.redaction import redact
 from muown_train.training.trainer import Trainer
 
 
@@ -53,7 +53,7 @@ class Run:
         if trainer.world.is_main:
             manifest.write(self.folder, self.config.to_dict(), self.metadata)
             if self.data.tokenizer.raw is not None:  # for those who use the model
-                replace(self.folder / TOKENIZER, self.data.tokenizer.raw)
+                write_atomic(self.folder / TOKENIZER, self.data.tokenizer.raw)
             manifest.show(self.metadata, self.folder)
             if trainer.step:
                 print(f"  going on after step {trainer.step:,}{self._describe_source()}", flush=True)
@@ -68,7 +68,7 @@ class Run:
                 outcome = self.trainer.fit()
         except BaseException as error:
             with suppress(OSError):  # the disk may be full, and the error says so
-                self._write_status(Outcome("failed", redacted(str(error)) or type(error).__name__))
+                self._write_status(Outcome("failed", redact(str(error)) or type(error).__name__))
             raise
         self._write_status(outcome)
         return outcome
@@ -92,7 +92,7 @@ class Run:
         """Start the sinks. Checkpoints keep the id of the W&B run too, so that it survives the loss of its file."""
         metadata, file = self.trainer.checkpoints.metadata, self.folder / "wandb_id"
         if metadata["wandb_id"] and not file.exists():
-            replace(file, metadata["wandb_id"].encode())
+            write_atomic(file, metadata["wandb_id"].encode())
         self.trainer.sinks = self.sinks  # from here on `close` ends them, whatever happens
         for sink in self.sinks:
             sink.start(self.folder, self.config.to_dict(), self.trainer.settings.steps)

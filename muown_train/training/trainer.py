@@ -27,9 +27,9 @@ from muown_train.runs.checkpoint import Checkpoints, ModelState, OptimizerState,
 from muown_train.runs.metrics import Line, Metrics, Sink
 from muown_train.runs.rng_state import RandomState
 from muown_train.runs.status import Outcome
-from muown_train.runtime.distributed import World, replicated
-from muown_train.runtime.replica_check import differing
-from muown_train.runtime.stop_signal import Stop
+from muown_train.runtime.distributed import World, wrap_in_ddp
+from muown_train.runtime.replica_check import find_divergent_ranks
+from muown_train.runtime.stop_signal import StopSignal
 from muown_train.training.divergence import DivergenceMonitor
 from muown_train.training.step_metrics import StepMetrics, StepRecord
 
@@ -57,7 +57,7 @@ class Trainer:
         checkpoints: Checkpoints,
         settings: TrainerSettings,
         monitor: DivergenceMonitor,
-        stop: Stop,
+        stop: StopSignal,
         metrics: Metrics | None = None,
         probe: Callable[[], Line] | None = None,
     ) -> None:
@@ -68,7 +68,7 @@ class Trainer:
         self.sinks: Sequence[Sink] = ()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.base_lrs = [group["lr"] for group in optimizer.param_groups]
-        self.replica = model if world.size == 1 else replicated(model, world.device, settings.reduce_in_bfloat16)
+        self.replica = model if world.size == 1 else wrap_in_ddp(model, world.device, settings.reduce_in_bfloat16)
         self.step = self.tokens = 0
         self.step_metrics = StepMetrics(settings, world)
         self.unwritten: str | None = None  # why metrics.jsonl lacks lines
@@ -83,7 +83,7 @@ class Trainer:
         self.begin()
         while self.step < self.settings.steps:
             self.step_metrics.add(self.train_step())
-            reason = self.stop.agreed()
+            reason = self.stop.should_stop()
             if self.step == self.settings.steps:
                 reason = None  # the run ends anyway
             if reason or self.is_boundary():
@@ -120,9 +120,9 @@ class Trainer:
         line["train/lr"] = self.base_lrs[0] * multiplier
         # Gradients are reduced already, so every rank decides alike.
         step_unless((~torch.isfinite(grad_norm)).float(), self.optimizer)
-        self.optimizer.zero_grad(set_to_none=self.replica is self.model)  # DDP's gradients must stay, see `replicated`
+        self.optimizer.zero_grad(set_to_none=self.replica is self.model)  # DDP's gradients must stay, see `wrap_in_ddp`
         self.step, self.tokens = line["step"], line["tokens"]
-        self.world.reached(self.step)
+        self.world.record_step(self.step)
         # The batch ends at the loader's place. Rows that are skipped may lie before it.
         span = (self.loader.place - targets // self.settings.seq_len, self.loader.place)
         return StepRecord(line, loss, grad_norm, batch.hash, span, data_state, fault, waited)
@@ -164,7 +164,7 @@ class Trainer:
         if evaluation or probe:
             line = {"step": self.step, "tokens": self.tokens, "time": self.step_metrics.seconds, **last}
             line |= self.measure(evaluation, probe)
-            self.world.on_main(lambda: self.metrics.amend(line) if self.metrics else None)
+            self.world.run_on_main(lambda: self.metrics.amend(line) if self.metrics else None)
             self.show([line])
         self.step_metrics.start_clock()
 
@@ -303,7 +303,7 @@ class Trainer:
 
     def compare_replicas(self) -> None:
         """Stop a run whose ranks no longer have the same weights; a collective call."""
-        difference = differing(self.model.named_parameters(), self.world)
+        difference = find_divergent_ranks(self.model.named_parameters(), self.world)
         if difference:
             raise RuntimeError(
                 f"after step {self.step} {difference}; the same command goes on from the last checkpoint"
@@ -320,7 +320,7 @@ class Trainer:
             OSError: on every rank; also where metrics.jsonl lacks lines, which a run that goes on from here would
                 never write.
         """
-        self.world.on_main(self.sync_metrics)
+        self.world.run_on_main(self.sync_metrics)
         self.checkpoints.save(self.step, self.list_stateful(), loss, wait)
 
     def sync_metrics(self) -> None:
@@ -332,7 +332,7 @@ class Trainer:
 
     def rewind_metrics(self, step: int) -> None:
         """Take the lines after `step` out of the metrics; a collective call."""
-        self.world.on_main(lambda: self.metrics.rewind(step) if self.metrics else None)
+        self.world.run_on_main(lambda: self.metrics.rewind(step) if self.metrics else None)
 
     def try_to_save(self, save: Callable[[], Any], fatal: bool = False) -> None:
         """Save. Where that fails the run ends (always if `fatal`) or goes on without the checkpoint, as configured."""

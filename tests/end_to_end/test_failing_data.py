@@ -53,7 +53,7 @@ def test_updates_after_the_failure_are_taken_back(corpus, tmp_path, log_every):
     trained(corpus, tmp_path / "whole", *intervals)
     run = built(corpus, tmp_path, *intervals)
     run.resume()
-    run.trainer.stop.agreed = lambda: None
+    run.trainer.stop.should_stop = lambda: None
     taken = []
     rows = run.trainer.loader._rows = Failing(run.trainer.loader._rows, 7 * 8)
     run.trainer.loader._prefetch = 0

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from muown_train.cli import main as __main__
-from muown_train.cli.main import FAILED, WRONG, explained
-from muown_train.runs.hf.export import export
+from muown_train.cli.errors import FAILED, WRONG, report_errors
+from muown_train.runs.hf.export import export_run
 from muown_train.runs.saved_run import open_run
 from muown_train.runtime import atomic_files as files
 from tests.cli.test_main import limited
@@ -21,7 +21,7 @@ from tests.helpers.runs import slow_but, trained
 def run(corpus, tmp_path_factory):
     """A run with two checkpoints and an export."""
     run = trained(corpus, tmp_path_factory.mktemp("runs"))
-    export(open_run(run.folder), run.folder / "hf")
+    export_run(open_run(run.folder), run.folder / "hf")
     return run
 
 
@@ -43,13 +43,13 @@ def test_a_script_that_writes_a_folder(run, tmp_path, words, room):
 
 @pytest.mark.parametrize("number", __main__._PASSING, ids=os.strerror)
 def test_what_passes_is_no_wrong_setting(number, capsys, tmp_path):
-    with pytest.raises(SystemExit) as ended, explained([]), files.whole_folder(tmp_path / "out", lambda _: None):
+    with pytest.raises(SystemExit) as ended, report_errors([]), files.atomic_folder(tmp_path / "out", lambda _: None):
         raise OSError(number, os.strerror(number))
     said = capsys.readouterr().err
     assert ended.value.code == FAILED and f"{tmp_path / 'out'}: " in said and said.count("\n") == 1
 
 
 def test_a_file_elsewhere_is_named_itself(capsys, tmp_path):
-    with pytest.raises(SystemExit) as ended, explained([]), files.whole_folder(tmp_path / "out", lambda _: None):
+    with pytest.raises(SystemExit) as ended, report_errors([]), files.atomic_folder(tmp_path / "out", lambda _: None):
         (tmp_path / "missing").read_text()
     assert ended.value.code == WRONG and f"{tmp_path / 'missing'}: No such file" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from muown_train.runtime.distributed import World, replicated
+from muown_train.runtime.distributed import World, wrap_in_ddp
 from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import built, losses, trained
 
@@ -18,7 +18,7 @@ def gradients(world: World, in_bfloat16: bool) -> list[Tensor]:
     """Mean over ranks of what each adds up over two micro-batches of its own."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 24), nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 50, bias=False))
-    replica = replicated(model, world.device, in_bfloat16)
+    replica = wrap_in_ddp(model, world.device, in_bfloat16)
     rows = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(world.rank))
     with replica.no_sync():
         replica(rows[0]).logsumexp(-1).sum().backward()

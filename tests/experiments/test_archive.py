@@ -159,7 +159,7 @@ def test_a_kill_leaves_no_half_of_a_run(archive, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(files, "sync", killed)
+        patch.setattr(files, "sync_to_disk", killed)
         archive_run(done, archive / done.name)
     assert not (archive / done.name).exists()
     assert archive_run(done, archive / done.name) == "archived"

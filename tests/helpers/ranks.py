@@ -26,10 +26,10 @@ def _entry(rank: int, size: int, port: int, function: Callable[..., Any], args: 
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    from muown_train.runtime.distributed import world
+    from muown_train.runtime.distributed import join_world
 
     try:
-        with world() as here:
+        with join_world() as here:
             results[rank] = ("done", function(here, *args))
     except BaseException:
         results[rank] = ("failed", traceback.format_exc())

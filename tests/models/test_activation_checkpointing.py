@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from muown_train.models import gpt
 from muown_train.models.gpt import GPT
-from muown_train.runtime.benchmark import peak_memory
+from muown_train.runtime.benchmark import measure_peak_memory
 from tests.helpers.runs import built, losses, trained
 
 
@@ -38,7 +38,7 @@ def test_peak_memory_falls_with_every_block():
     peaks = []
     for blocks in range(4):
         with_blocks = model(blocks)
-        peaks.append(peak_memory(lambda m=with_blocks: loss_and_gradients(m), "cpu"))
+        peaks.append(measure_peak_memory(lambda m=with_blocks: loss_and_gradients(m), "cpu"))
     kept = 3 * 64 * 48 * 4  # a block's input, all that is left of its activations
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[0] - peaks[1] > 10 * kept and peaks[1] - peaks[2] > 10 * kept
@@ -79,7 +79,7 @@ def test_compiled_the_numbers_are_the_same_and_the_memory_is_less(autocast):
         torch._dynamo.reset()
         compiled = torch.compile(model(blocks), fullgraph=True, backend="aot_eager_decomp_partition")
         found.append([x.clone() for x in loss_and_gradients(compiled, autocast)])
-        peaks.append(peak_memory(lambda m=compiled: loss_and_gradients(m, autocast), "cpu"))
+        peaks.append(measure_peak_memory(lambda m=compiled: loss_and_gradients(m, autocast), "cpu"))
     torch.testing.assert_close(found[1], found[0])
     torch.testing.assert_close(found[1], loss_and_gradients(model(0), autocast), rtol=1e-3, atol=1e-3)
     assert peaks[1] < 0.75 * peaks[0]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from muown_train.models import loss as loss_module
 from muown_train.models.loss import IGNORE, choose_chunk_rows, linear_cross_entropy, softcap_logits
-from muown_train.runtime.benchmark import peak_memory
+from muown_train.runtime.benchmark import measure_peak_memory
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_rows_that_do_not_count_may_hold_anything(small_chunks):
 def test_it_never_holds_all_logits():
     rows, vocab_size = 4096, 4096
     x, weight, targets = inputs(rows, vocab_size, dtype=torch.float32)
-    most = peak_memory(lambda: linear_cross_entropy(x, weight, targets).backward(), "cpu")
+    most = measure_peak_memory(lambda: linear_cross_entropy(x, weight, targets).backward(), "cpu")
     assert most < 0.6 * rows * vocab_size * 4
 
 

@@ -6,18 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from omegaconf import OmegaConf
 
-from muown_train.config.schema import top_level
+from muown_train.config.compose import load_config
+from muown_train.models.language_model import build_model
 from muown_train.models.track3 import Track3
 from muown_train.optim import parameter_roles
 from muown_train.runs.manifest import groups
 from muown_train.runs.saved_run import open_run
 from muown_train.runtime.distributed import World
-from muown_train.runtime.replica_check import differing
-from muown_train.training.build import make_model, make_optimizer, make_schedule
+from muown_train.runtime.replica_check import find_divergent_ranks
+from muown_train.training.optimizers import build_optimizer
+from muown_train.training.schedule import build_schedule
 from tests.helpers.ranks import on_ranks
-from tests.helpers.runs import built, configured, losses, metrics, trained
+from tests.helpers.runs import built, losses, metrics, trained
 
 EXPERIMENTS = ("track3_muon", "track3_muown")
 TINY = ("model.vocab_size=4096", "compile=false", "eval_every=25", "save_every=25", "log_every=25")
@@ -144,11 +145,11 @@ def test_impossible_sizes(changes, part):
 
 def made(experiment: str, *overrides: str):
     """What the experiment's file makes, with a model of the benchmark's shape but a small width."""
-    config = configured(f"experiment={experiment}", "model.dim=64", "model.heads=1", "model.vocab_size=64", *overrides)
-    resolved = OmegaConf.to_container(config, resolve=True)
-    top = top_level(resolved, "run")
-    model = make_model(resolved, top)
-    return top, model, make_optimizer(resolved, model), make_schedule(resolved, top, model)
+    sizes = ("model.dim=64", "model.heads=1", "model.vocab_size=64")
+    config = load_config([f"experiment={experiment}", *sizes, *overrides])
+    model = build_model(config.model, config.seq_len)
+    schedule = build_schedule(config, sum(p.numel() for p in model.parameters()))
+    return config, model, build_optimizer(config.optim, model), schedule
 
 
 def test_the_muon_experiment_is_the_issues():
@@ -251,7 +252,7 @@ def test_row_norms_follow_the_schedule_of_their_pattern(corpus, tmp_path):
 def train_here(world: World, corpus: Path, out: Path, shard: bool):
     overrides = ("experiment=track3_muown", *TINY, "micro_batch=1", f"shard_optimizer={shard}", "check_every=4")
     run = trained(corpus, out, *overrides, world=world)
-    apart = differing(run.model.named_parameters(), world)
+    apart = find_divergent_ranks(run.model.named_parameters(), world)
     return apart, {name: p.detach().clone() for name, p in run.model.named_parameters()}
 
 

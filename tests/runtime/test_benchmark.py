@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from muown_train.runtime.benchmark import peak_memory
+from muown_train.runtime.benchmark import measure_peak_memory
 
 
 def test_garbage_of_an_earlier_call_does_not_count_against_a_later_one():
@@ -16,5 +16,5 @@ def test_garbage_of_an_earlier_call_does_not_count_against_a_later_one():
         gc.collect()  # as may happen at any time
         torch.zeros(1000)
 
-    peak_memory(leave_garbage, "cpu")
-    assert 4000 <= peak_memory(action, "cpu") < 8000
+    measure_peak_memory(leave_garbage, "cpu")
+    assert 4000 <= measure_peak_memory(action, "cpu") < 8000

@@ -21,10 +21,10 @@ GOES_ON = "the same command goes on from the last checkpoint"
 _RANK = """
 import os, sys, time
 import torch
-from muown_train.runtime.distributed import world
-with world(lost_after=float(sys.argv[2])) as here:
+from muown_train.runtime.distributed import join_world
+with join_world(lost_after=float(sys.argv[2])) as here:
     print("started", flush=True)
-    here.reached(7)
+    here.record_step(7)
     {body}
 print("ended", flush=True)
 """
@@ -94,7 +94,10 @@ def test_a_rank_that_never_comes_is_not_waited_for_for_long(monkeypatch):
     monkeypatch.setattr(distributed, "MEETING", timedelta(seconds=1))
     for key, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
         monkeypatch.setenv(key, str(value))
-    with pytest.raises(ConnectionError, match=r"the 2 ranks did not meet: .* 1/2 clients joined"), distributed.world():
+    with (
+        pytest.raises(ConnectionError, match=r"the 2 ranks did not meet: .* 1/2 clients joined"),
+        distributed.join_world(),
+    ):
         pass
 
 

@@ -14,10 +14,10 @@ from hypothesis import given
 from omegaconf import OmegaConf
 
 from muown_train.cli.main import main
-from muown_train.config.run_name import check_run_name, default_run_name
 from muown_train.cli.messages import explain_error
+from muown_train.config.run_name import check_run_name, default_run_name
 from muown_train.runs import manifest
-from muown_train.runtime.redaction import redacted, redacted_tracebacks, redacted_tree
+from muown_train.runtime.redaction import redact, redact_tracebacks, redact_tree
 from tests.config.test_trust import trees
 from tests.helpers.runs import SMALL
 
@@ -46,9 +46,9 @@ def secrets(monkeypatch) -> dict[str, str]:
 def test_values_of_the_environment_are_hidden(secrets):
     for value in secrets.values():
         for text in (value, f"x{value}y {value}", json.dumps([value]), repr(value), yaml.safe_dump([value], width=999)):
-            assert value not in redacted(text) and value not in json.dumps(redacted(text)), text
-    assert redacted("a correct-horse-battery b") == "a *** b"  # not only the shorter one that it begins with
-    assert redacted("tokens=3072 something") == "tokens=3072 something"
+            assert value not in redact(text) and value not in json.dumps(redact(text)), text
+    assert redact("a correct-horse-battery b") == "a *** b"  # not only the shorter one that it begins with
+    assert redact("tokens=3072 something") == "tokens=3072 something"
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_values_of_the_environment_are_hidden(secrets):
     ],
 )
 def test_secrets_are_hidden_by_their_form(text, expected):
-    assert redacted(text) == expected
-    assert redacted(expected) == expected
+    assert redact(text) == expected
+    assert redact(expected) == expected
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,12 @@ def test_secrets_are_hidden_by_their_form(text, expected):
     ],
 )
 def test_innocent_text_stays(text):
-    assert redacted(text) == text
+    assert redact(text) == text
 
 
 def test_trees_are_hidden_leaf_by_leaf(secrets):
     tree = {"a": [f"x {TOKEN}", 3, None, True], TOKEN: 1.5, "password": "a b c d e", "b": {"api_key": HEX, "token": 5}}
-    assert redacted_tree(tree) == {
+    assert redact_tree(tree) == {
         "a": ["x ***", 3, None, True],
         "***": 1.5,
         "password": "***",
@@ -107,7 +107,7 @@ def test_trees_are_hidden_leaf_by_leaf(secrets):
 
 @given(trees)
 def test_a_tree_without_secrets_stays(tree):
-    assert redacted_tree(tree) == tree
+    assert redact_tree(tree) == tree
 
 
 def test_config_and_manifest_hide_and_can_be_read(secrets, tmp_path):
@@ -152,7 +152,7 @@ def test_tracebacks_hide(capfd):
         raise RuntimeError(f"failed with {text}")
 
     before = threading.excepthook
-    with pytest.raises(SystemExit) as caught, redacted_tracebacks():
+    with pytest.raises(SystemExit) as caught, redact_tracebacks():
         thread = threading.Thread(target=fail, args=[f"the thread's {TOKEN}"])
         thread.start()
         thread.join()
@@ -163,7 +163,7 @@ def test_tracebacks_hide(capfd):
     said = capfd.readouterr().err
     assert caught.value.code == 1 and TOKEN not in said and "in fail" in said
     assert all(f"the {which} ***" in said for which in ("thread's", "first", "second"))
-    with pytest.raises(SystemExit, match="7"), redacted_tracebacks():
+    with pytest.raises(SystemExit, match="7"), redact_tracebacks():
         sys.exit(7)
     assert capfd.readouterr().err == "" and threading.excepthook is before
 

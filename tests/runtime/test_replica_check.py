@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from muown_train.runtime import replica_check as parity
 from muown_train.runtime.distributed import World
-from muown_train.runtime.replica_check import differing, fingerprint
+from muown_train.runtime.replica_check import find_divergent_ranks, hash_tensor
 from tests.helpers.ranks import on_ranks
 
 BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float64: 8}
@@ -31,7 +31,7 @@ def bits(p: torch.Tensor) -> torch.Tensor:
 
 
 def hash_of(p: torch.Tensor) -> int:
-    return int(fingerprint(p))
+    return int(hash_tensor(p))
 
 
 @pytest.fixture(params=[4, 1 << 20], ids=["chunks of 4 words", "one chunk"])
@@ -112,7 +112,7 @@ def test_scalars_nothing_and_opposite_signs():
 
 
 def test_one_rank_has_none_to_differ_from():
-    assert differing([("w", torch.ones(2))], World(0, 1, torch.device("cpu"))) is None
+    assert find_divergent_ranks([("w", torch.ones(2))], World(0, 1, torch.device("cpu"))) is None
 
 
 def compared(world: World) -> list[str | None]:
@@ -129,7 +129,7 @@ def compared(world: World) -> list[str | None]:
     nan = torch.tensor([float("nan")])
     cases = [weights({}), [("nan", nan)], weights({last: 1e-6}), weights({0: 1.0})]
     cases.append(weights({rank: float(rank) for rank in range(world.size)}))  # no two are alike
-    return [differing(case, world) for case in cases]
+    return [find_divergent_ranks(case, world) for case in cases]
 
 
 def test_two_ranks_where_no_value_has_most():
@@ -141,8 +141,8 @@ def test_two_ranks_where_no_value_has_most():
 
     here, one, two = Second(1, 2, torch.device("cpu")), torch.ones(3), torch.ones(3).mul(2)
     first = [hash_of(one), hash_of(two)]
-    assert differing([("a", one), ("b", two)], here) is None
-    assert differing([("a", one), ("b", one)], here) == "the weights of b on rank 1 are not those of rank 0"
+    assert find_divergent_ranks([("a", one), ("b", two)], here) is None
+    assert find_divergent_ranks([("a", one), ("b", one)], here) == "the weights of b on rank 1 are not those of rank 0"
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from muown_train.runtime.distributed import World
-from muown_train.runtime.stop_signal import SIGNALS, Stop
+from muown_train.runtime.stop_signal import SIGNALS, StopSignal
 from tests.helpers.ranks import free_port, on_ranks
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -21,47 +21,47 @@ ALONE = World(0, 1, torch.device("cpu"))
 @pytest.mark.parametrize("number", SIGNALS)
 def test_signal_asks_for_a_stop_and_tells_at_once(number, capfd):
     before = [signal.getsignal(each) for each in SIGNALS]
-    with Stop(ALONE) as stop:
-        assert stop.agreed() is None
+    with StopSignal(ALONE) as stop:
+        assert stop.should_stop() is None
         os.kill(os.getpid(), number)
         told = capfd.readouterr().err
-        assert stop.agreed() == stop.agreed() == number.name
+        assert stop.should_stop() == stop.should_stop() == number.name
     assert told.startswith(f"{number.name}: stopping after this update and saving") and told.count("\n") == 1
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
 def test_second_interrupt_stops_at_once_and_others_do_not():
-    with pytest.raises(KeyboardInterrupt), Stop(ALONE) as stop:
+    with pytest.raises(KeyboardInterrupt), StopSignal(ALONE) as stop:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
-        assert stop.agreed() == "SIGUSR1"
+        assert stop.should_stop() == "SIGUSR1"
         os.kill(os.getpid(), signal.SIGINT)
         pytest.fail("the second SIGINT was not obeyed")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_signal_in_the_middle_of_printing(capfd):
-    with Stop(ALONE) as stop:
+    with StopSignal(ALONE) as stop:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         end = time.monotonic() + 5
-        while not stop.agreed() and time.monotonic() < end:
+        while not stop.should_stop() and time.monotonic() < end:
             print("x" * 1000, file=sys.stderr, flush=True)
     assert "SIGUSR1: stopping" in capfd.readouterr().err
 
 
 def test_time_limit_and_request():
-    with Stop(ALONE, time_limit=0.05) as stop:
-        assert stop.agreed() is None
+    with StopSignal(ALONE, time_limit=0.05) as stop:
+        assert stop.should_stop() is None
         time.sleep(0.06)
-        assert stop.agreed() == "time limit"
-    with Stop(ALONE, time_limit=1000) as stop:
+        assert stop.should_stop() == "time limit"
+    with StopSignal(ALONE, time_limit=1000) as stop:
         stop.request("validation loss reached")
         stop.request("another")
-        assert stop.agreed() == "validation loss reached"
+        assert stop.should_stop() == "validation loss reached"
 
 
 def _stops(world: World, seed: int) -> list[tuple[int, str | None]]:
-    """Updates of random lengths with a signal to one or two ranks: (calls of `agreed`, its reason) of each trial."""
+    """Updates of random lengths with a signal to one or two ranks: (calls of `should_stop`, its reason) of each trial."""
     common = random.Random(seed)
     results = []
     for trial in range(8):
@@ -69,7 +69,7 @@ def _stops(world: World, seed: int) -> list[tuple[int, str | None]]:
         chosen = {common.randrange(world.size): common.choice(SIGNALS) for _ in range(1 if trial < 5 else 2)}
         delay = common.uniform(0, 0.1)
         own = random.Random(world.rank + 100 * trial)
-        with Stop(world, limit) as stop:
+        with StopSignal(world, limit) as stop:
             if world.rank in chosen and trial < 7:
                 threading.Timer(delay * own.random(), os.kill, (os.getpid(), chosen[world.rank])).start()
             calls = 0
@@ -77,12 +77,12 @@ def _stops(world: World, seed: int) -> list[tuple[int, str | None]]:
             while not reason and calls < 10_000:
                 time.sleep(own.choice([0, 0, 0.001, 0.01]))
                 calls += 1
-                reason = stop.agreed()
+                reason = stop.should_stop()
             time.sleep(0.1)  # the signal of a second rank comes while there still is a handler
-            assert stop.agreed() == reason
+            assert stop.should_stop() == reason
         results.append((calls, reason))
-    with Stop(world) as stop:  # an end without a stop leaves nothing unwaited
-        results.append((3, [stop.agreed() for _ in range(3)][-1]))
+    with StopSignal(world) as stop:  # an end without a stop leaves nothing unwaited
+        results.append((3, [stop.should_stop() for _ in range(3)][-1]))
     return results
 
 
@@ -95,13 +95,13 @@ def test_all_ranks_stop_after_the_same_update(size):
 
 _UNDER_TORCHRUN = """
 import os, time
-from muown_train.runtime.distributed import world
-from muown_train.runtime.stop_signal import Stop
-with world() as here, Stop(here) as stop:
+from muown_train.runtime.distributed import join_world
+from muown_train.runtime.stop_signal import StopSignal
+with join_world() as here, StopSignal(here) as stop:
     os.write(1, b"started\\n")  # in one piece
     for update in range(1, 10_000):
         time.sleep(0.02)
-        if reason := stop.agreed():
+        if reason := stop.should_stop():
             break
     os.write(1, f"saved {update} {reason}\\n".encode())
 """

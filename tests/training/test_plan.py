@@ -93,7 +93,7 @@ def test_the_roofline():
     sizes = sizes_of(model, how)
     matrices, rest = param_groups(model)
     optimizer = Combined(Muown(matrices), torch.optim.AdamW(rest, fused=True))
-    card = hardware.gpu("H100-80GB")
+    card = hardware.find_gpu("H100-80GB")
     one = update_time(sizes, how, card, optimizer, 1, 16, 1)
     least = (model.flops_per_token() - 12 * 12 * 768 * 1024) * 524288 / card.flops
     assert one.products == pytest.approx(least / 0.65, rel=1e-3) and one.gradients == 0
@@ -101,7 +101,7 @@ def test_the_roofline():
     assert eager.elementwise > 2 * one.elementwise and eager.products == one.products
     spread = update_time(sizes, how, card, optimizer, 8, 2, 8)
     assert spread.optimizer < one.optimizer / 2 and spread.products == pytest.approx(one.products / 8)
-    four_in_a_node = hardware.gpu("GH200-96GB")
+    four_in_a_node = hardware.find_gpu("GH200-96GB")
     near, far = (update_time(sizes, how, four_in_a_node, optimizer, ranks, 1, ranks).gradients for ranks in (4, 8))
     assert far > 2 * near > 0  # another node is reached by the network
     again = update_time(replace(sizes, activation_checkpointing=12), how, card, optimizer, 1, 16, 1)
@@ -137,7 +137,7 @@ def test_what_the_roofline_multiplies_is_what_torch_counts(name):
     assert pairs + sum(counted.values()) == model.flops_per_token() * rows * T
 
     matrices, rest = param_groups(model)
-    optimizer, card = Combined(Muon(matrices), torch.optim.AdamW(rest)), hardware.gpu("H100-80GB")
+    optimizer, card = Combined(Muon(matrices), torch.optim.AdamW(rest)), hardware.find_gpu("H100-80GB")
     update = update_time(sizes, how, card, optimizer, 1, 1, 1)
     assert update.products * card.flops * FRACTIONS["products"] == pytest.approx(sum(counted.values()))
     # of half of the pairs; FlashAttention makes one product once more, 5 backward
@@ -181,6 +181,6 @@ def test_other_architectures(run, words, parameters):
     ],
 )
 def test_peak_rates_by_the_name_that_torch_gives(name, teraflops):
-    with patch.object(hardware, "device_name", lambda device: name):
-        found = hardware.peak_flops(torch.device("cuda"))
+    with patch.object(hardware, "get_device_name", lambda device: name):
+        found = hardware.get_peak_flops(torch.device("cuda"))
     assert found == (teraflops and teraflops * 1e12)

@@ -78,15 +78,15 @@ def analyze(arguments: argparse.Namespace, here: "World") -> None:
         results = Results(folder / f"{arguments.kind}.jsonl")
         settings = settings_of(arguments, saved)
         about = {"step": saved.step, "checkpoint": identity(saved), **settings}
-        line = here.on_main(partial(results.find, about))
+        line = here.run_on_main(partial(results.find, about))
         if line is None:
             with alone(folder, arguments.kind, here):
-                line = here.on_main(partial(results.find, about))  # what was waited for
+                line = here.run_on_main(partial(results.find, about))  # what was waited for
                 if line is None:
                     scratch = folder / f"{arguments.kind}-{saved.step:08d}"
                     line = {**about, **measured(arguments, saved, settings, scratch, here)}
-                    here.on_main(partial(results.add, line))
-                    here.on_main(partial(discard, scratch))
+                    here.run_on_main(partial(results.add, line))
+                    here.run_on_main(partial(discard, scratch))
         if here.is_main:
             title = f"{saved.folder}, after update {saved.step:,}"
             print("\n".join([title, *table(arguments.kind, {k: v for k, v in line.items() if k not in about})]))
@@ -108,7 +108,7 @@ def alone(folder: Path, kind: str, here: "World") -> Iterator[None]:
             print(f"{folder}: another process measures its {kind}, wait for it", file=sys.stderr, flush=True)
             lock.acquire()
 
-    here.on_main(take)
+    here.run_on_main(take)
     try:
         yield
     finally:
@@ -162,14 +162,14 @@ def measured(
 
 def progress(step: int) -> Callable[[str, int, int], None]:
     """Says on standard error what is done, and how long the rest of a pass takes."""
-    from muown_train.training.tracking.console import duration
+    from muown_train.runtime.formatting import format_duration
 
     begun: dict[str, tuple[float, int]] = {}
 
     def say(what: str, done: int, of: int) -> None:
         now = time.monotonic()
         started, before = begun.setdefault(what, (now, done))
-        left = "" if done == before else f", {duration((now - started) / (done - before) * (of - done))} left"
+        left = "" if done == before else f", {format_duration((now - started) / (done - before) * (of - done))} left"
         print(f"update {step:,}: {what}, {done:,} of {of:,} batches{left}", file=sys.stderr, flush=True)
 
     return say
@@ -233,7 +233,7 @@ def without_layer(name: str) -> str:
 def main(words: Sequence[str]) -> None:
     arguments = arguments_of(list(words))
     with report_errors([]):
-        from muown_train.runtime.distributed import world
+        from muown_train.runtime.distributed import join_world
 
-        with world() as here:
+        with join_world() as here:
             analyze(arguments, here)

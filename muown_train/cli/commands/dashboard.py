@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from muown_train.cli.errors import CommandParser
-from muown_train.runtime.redaction import redacted
+from muown_train.runtime.redaction import redact
 
 try:
     import wandb_workspaces.reports.v2 as wr
@@ -40,7 +40,7 @@ def main(words: Sequence[str]) -> None:
         view.save()
     except Exception as error:  # of many kinds: no login, no network, no such project
         first = next(iter(str(error).splitlines()), "") or type(error).__name__
-        sys.exit(f"error: the view could not be saved: {redacted(first)}")
+        sys.exit(f"error: the view could not be saved: {redact(first)}")
 
 
 def workspace(entity: str, project: str, group: str | None, name: str) -> ws.Workspace:

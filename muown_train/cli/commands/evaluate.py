@@ -30,12 +30,12 @@ from muown_train.cli.errors import INTERRUPTED, CommandParser, exit_with, report
 from muown_train.config.checks import check_int
 from muown_train.config.compose import compose_config
 from muown_train.config.overrides import check_overrides, parse_overrides
+from muown_train.data.cache import cache_folder
 from muown_train.data.text.eval_texts import ALL, Text, text_of
 from muown_train.runs.saved_run import SavedRun, open_run
 from muown_train.runtime import hardware
-from muown_train.runtime.atomic_files import replace
-from muown_train.runtime.suggest import nearest
-from muown_train.training.build import cache_folder
+from muown_train.runtime.atomic_files import write_atomic
+from muown_train.runtime.suggest import suggest_nearest
 from muown_train.training.tracking.console import duration, perplexity, rate
 
 OWN = ("valid_tokens", "seq_len", "micro_batch", "cache")
@@ -62,7 +62,7 @@ def own_settings(settings: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         elif key in OWN:
             own[key] = check_int(key, value, 1)
         else:
-            raise ValueError(f"there is no key {key}{nearest(key, ['data', *OWN])}; see --help")
+            raise ValueError(f"there is no key {key}{suggest_nearest(key, ['data', *OWN])}; see --help")
     if data and not any(word.startswith("data=") for word in data):
         raise ValueError(f"{data[0]} is of no data: give data=files, or data=stdlib, …, with it")
     if "data=files" in data and "valid_tokens" in own:
@@ -124,7 +124,7 @@ def result(path: str, saved: SavedRun, scoring: Scoring, device: torch.device, c
         "step": saved.step,
         "complete": complete,
         "precision": "bfloat16" if low else "float32",
-        "device": hardware.device_name(device),
+        "device": hardware.get_device_name(device),
         "tokenizer": scoring.tokenizer.name,
         "tokenizer_hash": scoring.tokenizer.fingerprint,
         "seq_len": scoring.seq_len,
@@ -217,7 +217,7 @@ def main(words: Sequence[str]) -> None:
         if not runs:
             raise ValueError("no run is given: give its folder, such as runs/NAME")
         own, data = own_settings(settings)
-        device = hardware.usable_device(arguments.device)
+        device = hardware.find_device(arguments.device)
         saved_runs = [open_run(run, arguments.step) for run in runs]
         if arguments.precision:
             saved_runs = [saved.with_precision(arguments.precision) for saved in saved_runs]
@@ -264,6 +264,8 @@ def evaluate(
         print(f"text: {text.name if text else 'held out in training'}")
         print("\n".join([*table(results, labels), "", *notes(results, text is None)]))
         if file:
-            replace(file, (json.dumps(finite({"text": text and text.name, "runs": results}), indent=1) + "\n").encode())
+            write_atomic(
+                file, (json.dumps(finite({"text": text and text.name, "runs": results}), indent=1) + "\n").encode()
+            )
     if not complete:
         exit_with(f"interrupted in {label}" + ", the table has what was done" * bool(results), INTERRUPTED)

@@ -33,7 +33,7 @@ def settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
 
     from muown_train.config.checks import check_int
     from muown_train.config.overrides import check_overrides
-    from muown_train.runtime.suggest import nearest
+    from muown_train.runtime.suggest import suggest_nearest
 
     check_overrides(words)
     own: dict[str, Any] = dict(DEFAULTS)
@@ -45,7 +45,7 @@ def settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
         elif key in DEFAULTS:
             own[key] = override.value()
         else:
-            raise ValueError(f"there is no key {key}{nearest(key, ['data', *DEFAULTS])}; see --help")
+            raise ValueError(f"there is no key {key}{suggest_nearest(key, ['data', *DEFAULTS])}; see --help")
     if not isinstance(own["out"], str) or not own["out"]:
         raise ValueError("out is not set: give the folder of the shards, such as out=shards")
     if not any(word.startswith("data=") for word in data):
@@ -65,13 +65,13 @@ def main(words: Sequence[str]) -> None:
 
     from muown_train.cli.errors import report_errors
     from muown_train.config.compose import compose_config
-    from muown_train.config.instantiate import factory
+    from muown_train.config.instantiate import bind_target
     from muown_train.data.sources import FROM_RUN
 
     with report_errors():
         own, data = settings(words)
         config = OmegaConf.to_container(compose_config(data).data, resolve=True)
-        target = factory(config, "data", given=FROM_RUN)  # type: ignore[arg-type]
+        target = bind_target(config, "data", given=FROM_RUN)  # type: ignore[arg-type]
         from muown_train.data.shards.prepare import prepare
 
         prepare(Path(own.pop("out")).expanduser(), target.func.__name__, target.keywords, **own)

@@ -68,7 +68,7 @@ def settings(words: list[str]) -> tuple[dict[str, Any], list[str], list[str]]:
     """Our own keys, checked; the overrides for every run; the words for sbatch."""
     from muown_train.config.checks import check_int, is_number
     from muown_train.config.overrides import check_overrides, parse_overrides
-    from muown_train.runtime.suggest import nearest
+    from muown_train.runtime.suggest import suggest_nearest
 
     flags = [word for word in words if word.startswith("-")]
     words = [word for word in words if not word.startswith("-")]
@@ -84,7 +84,7 @@ def settings(words: list[str]) -> tuple[dict[str, Any], list[str], list[str]]:
         else:
             further.append(word)
     if own["action"] not in ACTIONS:
-        near = nearest(str(own["action"]), ACTIONS)
+        near = suggest_nearest(str(own["action"]), ACTIONS)
         raise ValueError(f"there is no action={own['action']}{near}; there are {', '.join(ACTIONS)}")
     for key, actions in ONLY.items():
         if own[key] is not None and own["action"] not in (*actions, "list"):
@@ -175,7 +175,7 @@ def submit(experiment: "Experiment", found: "list[Found]", own: dict[str, Any], 
     from muown_train.experiments.launch import line_of
     from muown_train.experiments.progress import summary
     from muown_train.experiments.slurm_queue import keep_job
-    from muown_train.runtime.atomic_files import replace
+    from muown_train.runtime.atomic_files import write_atomic
 
     wanted = [each for each in found if each.wanted]
     print(summary(found))
@@ -192,7 +192,7 @@ def submit(experiment: "Experiment", found: "list[Found]", own: dict[str, Any], 
     jobs, folder = own["jobs"] or 8, Path(own["out"]) / experiment.folder
     folder.mkdir(parents=True, exist_ok=True)
     runs = folder / f"submitted-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-    replace(runs, "".join(f"{line_of(each)}\n" for each in wanted).encode())
+    write_atomic(runs, "".join(f"{line_of(each)}\n" for each in wanted).encode())
     print(f"{runs}: {len(wanted)} runs, at most {jobs} at a time", flush=True)
     environment = os.environ | {"AT_ONCE": str(jobs)}
     sweep = str(ROOT / "slurm" / "sweep.sbatch")
@@ -250,11 +250,11 @@ def main(words: Sequence[str]) -> int:
         from muown_train.experiments.grid import load_experiment, names
         from muown_train.experiments.progress import damages, progress, summary
         from muown_train.experiments.report.page import check_page
-        from muown_train.runtime.suggest import nearest
+        from muown_train.runtime.suggest import suggest_nearest
 
         own, further, flags = settings(words)
         if own["experiment"] is None:
-            meant = "".join(nearest(word.partition("=")[0], ["experiment"]) for word in further)
+            meant = "".join(suggest_nearest(word.partition("=")[0], ["experiment"]) for word in further)
             raise ValueError(f"experiment is not set{meant}: there are {', '.join(names())}")
         experiment = load_experiment(str(own["experiment"]), own["scale"])
         experiment = experiment.part(own["points"], own["seeds"], own["series"])

@@ -1,8 +1,8 @@
-"""Text from a trained model, as it is made: `python scripts/sample.py RUN "prompt"`.
+"""Write text with a trained model, as it is made: `muown-train sample RUN "prompt"`.
 
-The text goes to standard output, all else to standard error. A prompt is read as it stands; without one the model
-begins a document. A sample ends with the document, or after --tokens. The model reads the rows that it was trained on:
-once one is full it starts anew from the last half of it.
+The text goes to standard output, everything else to standard error. A prompt is read as it stands; without one the
+model begins a document. A sample ends where the model ends the document, or after --tokens. The model reads rows as
+long as those it was trained on: once a row is full, it starts anew from the last half of it.
 """
 
 import argparse
@@ -11,39 +11,36 @@ import time
 from collections.abc import Iterator, Sequence
 
 from muown_train.cli.errors import INTERRUPTED, CommandParser, exit_with, report_errors
-from muown_train.data.text.tokenizer import HubTokenizer
-from muown_train.models.generate import Sampling, stream_text, stream_tokens
-from muown_train.runs.saved_run import open_run
-from muown_train.runtime import hardware
-from muown_train.training.tracking.console import rate
 
 
-def until(end: int, ids: Iterator[int], made: list[int]) -> Iterator[int]:
-    """Ids before `end`; all that came, it too, are added to `made`."""
-    for new in ids:
-        made.append(new)
-        if new == end:
-            return
-        yield new
+def main(words: Sequence[str]) -> None:
+    """Run the command with the words that follow its name."""
+    arguments = parse_arguments(words)
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # the terminal may not have all letters
+    with report_errors([]):
+        try:
+            write_samples(arguments)
+        except KeyboardInterrupt:
+            exit_with("\ninterrupted", INTERRUPTED)
 
 
-def shown(text: str) -> None:
-    print(text, end="", flush=True)
-
-
-def arguments_of(words: list[str]) -> argparse.Namespace:
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the words that follow the command's name."""
     parser = CommandParser(__doc__)
-    parser.add_argument("run", metavar="RUN", help="a run's folder, or that of one of its checkpoints")
-    parser.add_argument("prompt", nargs="?", default="", help="what the text begins with; - reads standard input")
-    parser.add_argument("--tokens", type=int, default=200, help="of a sample at most (default 200)")
-    parser.add_argument("--count", type=int, default=1, help="samples (default 1)")
+    parser.add_argument("run", metavar="RUN", help="folder of a run, or of one of its checkpoints")
+    parser.add_argument("prompt", nargs="?", default="", help="beginning of the text; - reads standard input")
+    parser.add_argument("--tokens", type=int, default=200, help="most tokens of a sample (default 200)")
+    parser.add_argument("--count", type=int, default=1, help="number of samples (default 1)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
-    parser.add_argument("--top-k", type=int, help="draw from so many of the likeliest tokens (default all)")
+    parser.add_argument("--top-k", type=int, help="draw from the likeliest K tokens (default all)")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, help="draw from the fewest likeliest that have this probability (default 1)"
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="draw from the fewest likeliest tokens that have this probability together (default 1)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the first sample; the next one's is 1 more (default 0)")
-    parser.add_argument("--step", type=int, help="the checkpoint after so many updates (default the newest)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first sample; the next one has 1 more (default 0)")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default the newest)")
     parser.add_argument("--precision", help="auto, bfloat16 or float32 (default the run's)")
     parser.add_argument("--device", help="such as cpu or cuda:1 (default a GPU if there is one)")
     arguments = parser.parse_args(words)
@@ -55,42 +52,48 @@ def arguments_of(words: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def sample(arguments: argparse.Namespace) -> None:
+def write_samples(arguments: argparse.Namespace) -> None:
+    """Draw the samples and write them to standard output piece by piece."""
+    from muown_train.models.generate import Sampling, stream_text, stream_tokens
+    from muown_train.runs.saved_run import open_run
+    from muown_train.runtime import hardware
+    from muown_train.runtime.formatting import format_rate
+
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
-    device = hardware.usable_device(arguments.device)
+    device = hardware.find_device(arguments.device)
     saved = open_run(arguments.run, arguments.step)
     if arguments.precision:
         saved = saved.with_precision(arguments.precision)
     tokenizer = saved.load_tokenizer()
+    end = tokenizer.end_of_text
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    ids = tokenizer.encode_batch([prompt])[0].tolist() if prompt else [end]  # end-of-text begins a document
     model = saved.load_model(device)
     for seed in range(arguments.seed, arguments.seed + arguments.count):
         if arguments.count > 1:
-            shown(f"--- seed {seed} ---\n")
-        shown(prompt)
-        ids = prompt_ids(tokenizer, prompt)
-        made: list[int] = []
-        begun = time.monotonic()
+            write(f"--- seed {seed} ---\n")
+        write(prompt)
+        drawn: list[int] = []
+        started = time.monotonic()
         with saved.autocast(device):
-            new = stream_tokens(model, ids, arguments.tokens, saved.config.seq_len, sampling, seed, tokenizer.size)
-            for piece in stream_text(tokenizer.decode, until(tokenizer.end_of_text, new, made), ids if prompt else ()):
-                shown(piece)
-        ended = ", the document's end" * (made[-1] == tokenizer.end_of_text)
-        shown("\n")
-        speed = len(made) / (time.monotonic() - begun)
-        print(f"[{len(made)} tokens{ended}, {rate(speed)}]", file=sys.stderr, flush=True)
+            tokens = stream_tokens(model, ids, arguments.tokens, saved.config.seq_len, sampling, seed, tokenizer.size)
+            for piece in stream_text(tokenizer.decode, take_until(end, tokens, drawn), ids if prompt else ()):
+                write(piece)
+        write("\n")
+        note = ", the document's end" * (drawn[-1] == end)
+        speed = len(drawn) / (time.monotonic() - started)
+        print(f"[{len(drawn)} tokens{note}, {format_rate(speed)}]", file=sys.stderr, flush=True)
 
 
-def prompt_ids(tokenizer: HubTokenizer, prompt: str) -> list[int]:
-    """Ids to go on from; those of no prompt are the beginning of a document."""
-    return tokenizer.encode_batch([prompt])[0].tolist() if prompt else [tokenizer.end_of_text]
+def take_until(end: int, tokens: Iterator[int], drawn: list[int]) -> Iterator[int]:
+    """Yield the tokens before `end`; add all that were drawn, `end` too, to `drawn`."""
+    for token in tokens:
+        drawn.append(token)
+        if token == end:
+            return
+        yield token
 
 
-def main(words: Sequence[str]) -> None:
-    arguments = arguments_of(list(words))
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # where the terminal has not all letters
-    with report_errors([]):
-        try:
-            sample(arguments)
-        except KeyboardInterrupt:
-            exit_with("\ninterrupted", INTERRUPTED)
+def write(text: str) -> None:
+    """Write text to standard output at once."""
+    print(text, end="", flush=True)

@@ -31,7 +31,7 @@ from muown_train.data.shards.progress import Report
 from muown_train.data.shards.reader import OPENERS, Cursor, Reader, Source
 from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer, load_tokenizer, token_dtype
 from muown_train.data.token_file import TokenWriter
-from muown_train.runtime.atomic_files import PARTIAL, replace, sync
+from muown_train.runtime.atomic_files import PARTIAL, sync_to_disk, write_atomic
 
 FLUSH = 1 << 20  # ids written and counted together
 
@@ -108,7 +108,7 @@ def _prepare(folder: Path, arguments: dict[str, Any], data: str, settings: Mappi
 
 
 def _begin(folder: Path, arguments: dict[str, Any], tokenizer: HubTokenizer, source: Source) -> dict[str, Any]:
-    replace(folder / TOKENIZER, tokenizer.raw)
+    write_atomic(folder / TOKENIZER, tokenizer.raw)
     state = {
         "format": FORMAT,
         "arguments": arguments,
@@ -209,10 +209,10 @@ class _Shard:
 
     def finish(self) -> dict[str, Any]:
         """Put it in its place; its entry in the index."""
-        sync(self._partial)
+        sync_to_disk(self._partial)
         _save_array(self._path.with_suffix(".documents.npy"), np.array(self._starts, dtype="<u8"))
         os.replace(self._partial, self._path)
-        sync(self._path.parent)
+        sync_to_disk(self._path.parent)
         return {
             "file": self._path.name,
             "split": self._split,
@@ -287,13 +287,13 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _save_json(path: Path, value: dict[str, Any]) -> None:
-    replace(path, (json.dumps(value, indent=1) + "\n").encode())
+    write_atomic(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
 def _save_array(path: Path, value: np.ndarray) -> None:
     raw = io.BytesIO()
     np.save(raw, value)
-    replace(path, raw.getvalue())
+    write_atomic(path, raw.getvalue())
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from muown_train.runtime.atomic_files import replace
+from muown_train.runtime.atomic_files import write_atomic
 
 _PART = re.compile(r"(<!-- report (\S+)((?: \S+)*) -->\n)(?:(?!<!-- report ).)*?(<!-- end -->)(?=\n|\Z)", re.DOTALL)
 
@@ -39,7 +39,7 @@ def fill(page: Path, name: str, body: str, report: Sequence[Path]) -> Path:
         shutil.copy(path, folder / path.name)
     images = [f"![{figure}]({folder.relative_to(page.parent)}/{figure}.png)\n" for figure in shown]
     part = f"{found[1]}\n" + "\n".join([*images, body]) + f"\n{found[4]}"
-    replace(page, (found.string[: found.start()] + part + found.string[found.end() :]).encode())
+    write_atomic(page, (found.string[: found.start()] + part + found.string[found.end() :]).encode())
     return folder
 
 

@@ -19,7 +19,7 @@ from muown_train.experiments.report.matrix_stats import Measured, lines_of
 from muown_train.experiments.report.stat_tables import TABLES
 from muown_train.experiments.report.tables import Table, csv_text, mean_and_deviation, rate
 from muown_train.runs.record import ABSENT, RunRecord
-from muown_train.runtime.atomic_files import replace
+from muown_train.runtime.atomic_files import write_atomic
 
 NEAR = 1.02  # a perplexity, of the best
 
@@ -323,9 +323,9 @@ class Report:
                 parts.append(f"![{name}]({name}.png)\n")
                 figures += files
         parts.append(self.body())
-        replace(paths[0], "\n".join(parts).encode())
-        replace(paths[1], csv_text(self.records()).encode())
-        replace(paths[2], "\n".join(table.latex() for table in self.tables).encode())
+        write_atomic(paths[0], "\n".join(parts).encode())
+        write_atomic(paths[1], csv_text(self.records()).encode())
+        write_atomic(paths[2], "\n".join(table.latex() for table in self.tables).encode())
         return paths + figures
 
 

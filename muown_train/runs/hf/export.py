@@ -12,14 +12,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from muown_train.config.instantiate import all_settings
+from muown_train.config.instantiate import list_settings
 from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer
+from muown_train.runs.checkpoint_reader import check_finite
 from muown_train.runs.hf import layouts
 from muown_train.runs.hf.config_json import ORIGIN
 from muown_train.runs.hf.model_card import card
 from muown_train.runs.saved_run import SavedRun
-from muown_train.runs.weights import check_finite
-from muown_train.runtime.atomic_files import whole_folder
+from muown_train.runtime.atomic_files import atomic_folder
 
 WEIGHTS = "model.safetensors"
 _NAMES = {  # of all that an export writes
@@ -29,7 +29,7 @@ _NAMES = {  # of all that an export writes
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")  # a row for each token
 
 
-def export(saved: SavedRun, out: Path, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def export_run(saved: SavedRun, out: Path, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Write the folder `out`, whole or not at all; an earlier export there is replaced.
 
     The rows of the vocabulary that the tokenizer has no token for are cut off. The tokenizer adds no tokens of its own,
@@ -45,16 +45,16 @@ def export(saved: SavedRun, out: Path, dtype: torch.dtype = torch.float32) -> di
         ValueError: transformers has no such model, the run has no tokenizer, its weights do not fit its model or are
             not finite, or `out` is something else or being written by another process.
     """
-    layout = layouts.of_target(saved.config["model"]["_target_"])
-    with whole_folder(out, replaceable) as partial:
+    layout = layouts.of_target(saved.config.model["_target_"])
+    with atomic_folder(out, replaceable) as partial:
         return _exported(saved, partial, dtype, layout)
 
 
 def _exported(saved: SavedRun, folder: Path, dtype: torch.dtype, layout: layouts.Layout) -> dict[str, Any]:
     """The work of `export`, to an empty folder."""
-    tokenizer = saved.tokenizer()
-    weights = layout.exported(saved.fitting_weights())
-    settings = all_settings(saved.config["model"], "model")
+    tokenizer = saved.load_tokenizer()
+    weights = layout.exported(saved.load_checked_weights())
+    settings = list_settings(saved.config.model, "model")
     for name in weights:
         if name in _VOCABULARY:
             weights[name] = weights[name][: tokenizer.size]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from muown_train.runs.metrics import Line, Sink
-from muown_train.runtime.redaction import redacted
+from muown_train.runtime.redaction import redact
 
 
 class Background:
@@ -77,7 +77,7 @@ class Background:
             self.sink.finish(self.summary or {})
         except Exception as error:  # whatever it is: training must not depend on it
             first = next(iter(str(error).splitlines()), "") or type(error).__name__
-            self.warn(f"{self.name}: {redacted(first)}; no longer recording there")
+            self.warn(f"{self.name}: {redact(first)}; no longer recording there")
 
     def _next(self) -> list[Line]:
         """All lines that wait, once there are any; none at the end."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from muown_train.runs.metrics import Line
-from muown_train.runtime.redaction import redacted_tree
+from muown_train.runtime.redaction import redact_tree
 from muown_train.training.tracking.async_sink import Background
 
 
@@ -37,7 +37,7 @@ class _Writer:
         self.step = math.inf  # of the last line
 
     def start(self, folder: Path, config: Mapping[str, Any], steps: int) -> None:
-        self.folder, self.config = folder / "tensorboard", redacted_tree(config)
+        self.folder, self.config = folder / "tensorboard", redact_tree(config)
 
     def lines(self, lines: Sequence[Line]) -> None:
         for line in lines:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from muown_train.runs.metrics import Line
-from muown_train.runtime.atomic_files import replace
-from muown_train.runtime.redaction import redacted, redacted_tree
-from muown_train.runtime.suggest import nearest
+from muown_train.runtime.atomic_files import write_atomic
+from muown_train.runtime.redaction import redact, redact_tree
+from muown_train.runtime.suggest import suggest_nearest
 from muown_train.training.tracking.async_sink import Background
 
 _MODES = ("online", "offline", "disabled")
@@ -53,7 +53,7 @@ class WandbSink(Background):
             mode = os.environ.get("WANDB_MODE") or "online"
             mode = _ALIASES.get(mode, mode)
         if mode not in _MODES:
-            raise ValueError(f"{source}={mode!r} must be one of {', '.join(_MODES)}{nearest(mode, _MODES)}")
+            raise ValueError(f"{source}={mode!r} must be one of {', '.join(_MODES)}{suggest_nearest(mode, _MODES)}")
         if isinstance(tags, str):
             raise ValueError(f"tracking.tags={tags!r} must be a list, such as [{tags}]")
         if finish_timeout < 0:
@@ -64,7 +64,7 @@ class WandbSink(Background):
                 "project": project or os.environ.get("WANDB_PROJECT") or "muown",
                 "entity": entity,
                 "group": group,
-                "tags": redacted_tree(tags or ()) or None,
+                "tags": redact_tree(tags or ()) or None,
             },
             warn=lambda sentence: self.warn(sentence),
         )
@@ -100,7 +100,7 @@ class _Run:
         options = {
             "id": run_id(folder),
             "name": os.environ.get("WANDB_NAME") or folder.name,
-            "config": redacted_tree(config) | {"run": _facts(folder, config)},
+            "config": redact_tree(config) | {"run": _facts(folder, config)},
         }
         if self.mode == "online":
             try:
@@ -109,7 +109,7 @@ class _Run:
                 self.run = self._open("online", options)
                 self.warn(f"W&B: {self.run.url}")
             except Exception as error:  # of many kinds
-                reason = redacted(" ".join(str(error).split())) or type(error).__name__
+                reason = redact(" ".join(str(error).split())) or type(error).__name__
                 self.warn(f"W&B: {reason}; recording offline, {self.sync_command()} sends it")
                 self.run = self._open("offline", options)
         else:
@@ -146,7 +146,7 @@ class _Run:
                 allow_val_change=True,  # of the configuration, on a resume
                 console="off",  # otherwise every print waits for W&B
                 # the command line would be sent as it is
-                x_disable_meta=redacted(" ".join(sys.argv)) != " ".join(sys.argv),
+                x_disable_meta=redact(" ".join(sys.argv)) != " ".join(sys.argv),
             ),
         )
 
@@ -159,7 +159,7 @@ def run_id(folder: Path) -> str:
     """
     file = folder / "wandb_id"
     if not file.exists():
-        replace(file, (os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)).encode())
+        write_atomic(file, (os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)).encode())
     return file.read_text().strip()
 
 

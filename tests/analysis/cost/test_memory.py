@@ -18,7 +18,7 @@ from muown_train.models.speedrun import Speedrun
 from muown_train.models.track3 import Track3
 from muown_train.optim import SOAP, Combined, Lion, Muon, Muown, NorMuon, param_groups
 from muown_train.optim.sharding import assign
-from muown_train.runtime.benchmark import peak_memory
+from muown_train.runtime.benchmark import measure_peak_memory
 
 SMALL = {"V": 1024, "L": 2, "D": 128, "h": 4, "T": 128, "B": 4}
 
@@ -63,9 +63,9 @@ def test_a_micro_batch(changed, autocast):
     assert sizes.parameters == sum(p.numel() for p in model.parameters())
     # exact to 0.1 % where the head takes most; where the backward pass does, as with few words or tokens, within 7 %
     close = 0.07 if "V" in changed or changed.get("B") == 1 else 0.002
-    assert micro_batch(sizes, how, gradients=False) == pytest.approx(peak_memory(go, "cpu"), rel=close)
+    assert micro_batch(sizes, how, gradients=False) == pytest.approx(measure_peak_memory(go, "cpu"), rel=close)
     gradients = 4 * sizes.parameters
-    assert micro_batch(sizes, how) - gradients == pytest.approx(peak_memory(go, "cpu"), rel=close)
+    assert micro_batch(sizes, how) - gradients == pytest.approx(measure_peak_memory(go, "cpu"), rel=close)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -76,7 +76,7 @@ def test_other_architectures_are_traced(architecture, changed, autocast):
     # as above: exact where the head takes most; else the backward pass of a block of GPT stands for that of theirs
     close = 0.12 if changed.get("V") == 128 else 0.025
     expected = micro_batch(sizes_of(model, how), how, gradients=False)
-    assert expected == pytest.approx(peak_memory(go, "cpu"), rel=close)
+    assert expected == pytest.approx(measure_peak_memory(go, "cpu"), rel=close)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -88,7 +88,7 @@ def test_checkpointed_blocks(changed, autocast):
     go()
     gc.collect()  # cycles of other tests, which would be counted as freed here
     sizes = replace(sizes_of(model, how), activation_checkpointing=changed["n"])
-    measured = peak_memory(go, "cpu")
+    measured = measure_peak_memory(go, "cpu")
     assert micro_batch(sizes, how) - 4 * sizes.parameters == pytest.approx(measured, rel=0.05)
 
 
@@ -155,7 +155,7 @@ def test_an_optimizer(make):
     ((state, step),) = optimizer_memory(optimizer, 1, "cpu", width)
     optimizer.step()
     optimizer.step()
-    assert peak_memory(optimizer.step, "cpu") == pytest.approx(step, rel=0.05)
+    assert measure_peak_memory(optimizer.step, "cpu") == pytest.approx(step, rel=0.05)
     made = sum(t.nbytes for part in optimizer.optimizers for s in part.state.values() for t in s.values())
     assert state == pytest.approx(made, rel=1e-3)
 

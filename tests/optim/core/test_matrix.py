@@ -8,7 +8,7 @@ import torch
 
 from muown_train.optim import Muon, Muown
 from muown_train.optim.core import matrix as base
-from muown_train.runtime.benchmark import peak_memory
+from muown_train.runtime.benchmark import measure_peak_memory
 
 BOTH = pytest.mark.parametrize("kind", [Muon, Muown])
 
@@ -342,6 +342,6 @@ def test_the_extra_memory_of_a_step_does_not_grow_with_the_number_of_matrices(ki
 def extra_memory(optimizer):
     """Bytes that a step takes at most beyond what there was."""
     steps(optimizer, [0])
-    most = peak_memory(optimizer.step, "cpu")
+    most = measure_peak_memory(optimizer.step, "cpu")
     assert most > 0
     return most
