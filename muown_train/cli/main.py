@@ -36,3 +36,10 @@ def main() -> int | None:
 def run() -> None:
     """Run the command line and end the process with its status."""
     run_command(main)
+
+
+def run_moved_script(name: str) -> None:
+    """Run the command that a script of an earlier version became, and say its name on standard error."""
+    print(f"note: {sys.argv[0]} is `muown-train {name}` now", file=sys.stderr)
+    sys.argv.insert(1, name)
+    run()

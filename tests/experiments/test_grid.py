@@ -10,17 +10,19 @@ import pytest
 import torch
 import yaml
 
-from muown_train.config.overrides import check_overrides
 from muown_train.config.compose import compose_config
-from muown_train.config.schema import top_level
+from muown_train.config.overrides import check_overrides
+from muown_train.config.schema import parse_config
 from muown_train.experiments import grid as experiments
 from muown_train.experiments.cost import gpu_hours, plans
 from muown_train.experiments.grid import evenly, load_experiment, names
 from muown_train.experiments.progress import progress, same_settings, summary
 from muown_train.experiments.report.tables import rate, tex
 from muown_train.experiments.scale import SCALES
-from muown_train.runs.record import settings_of
-from muown_train.training.build import make_model, make_optimizer, make_schedule
+from muown_train.models.language_model import build_model
+from muown_train.runs.record import get_defining_settings
+from muown_train.training.optimizers import build_optimizer
+from muown_train.training.schedule import build_schedule
 from tests.helpers.experiments import fill, targets
 from tests.helpers.runs import slow_but
 
@@ -70,8 +72,8 @@ def test_every_experiment_is_there():
 def test_runs_of_our_own_are_for_a_cpu_and_shared(name):
     experiment = load_experiment(name)
     cells = experiment.cells()
-    rates = [settings_of(cell.config) for cell in load_experiment("corpus_learning_rate").cells()]
-    ours = [settings_of(cell.config) for cell in cells]
+    rates = [get_defining_settings(cell.config) for cell in load_experiment("corpus_learning_rate").cells()]
+    ours = [get_defining_settings(cell.config) for cell in cells]
     shared = [settings for settings in ours if any(same_settings(one, settings) for one in rates)]
     assert experiment.gpus is None and (len(cells), len(shared)) == OURS[name]
 
@@ -109,20 +111,20 @@ def test_every_run_can_be_built(of):
     experiment = load_experiment(name, scale)
     cells = experiment.cells()
     assert len(cells) == RUNS[name] and len({cell.name for cell in cells}) == RUNS[name]
-    assert len({str(settings_of(cell.config)) + str(cell.seed) for cell in cells}) == RUNS[name] or experiment.same
+    assert len({str(get_defining_settings(cell.config)) + str(cell.seed) for cell in cells}) == RUNS[name] or experiment.same
     seen = set()
     for cell in cells:
-        top = top_level(dict(cell.config), cell.name)
-        assert cell.config["optim"]["lr"] == cell.config["optim"]["rest"]["lr"] == cell.lr and top.seed == cell.seed
+        config = parse_config(cell.config, cell.name)
+        assert cell.config["optim"]["lr"] == cell.config["optim"]["rest"]["lr"] == cell.lr and config.seed == cell.seed
         if cell.series.key in seen:
             continue
         seen.add(cell.series.key)
         with torch.device("meta"):
-            model = make_model(cell.config, top)
-        make_optimizer(cell.config, model)
-        steps, _ = make_schedule(cell.config, top, model)
-        assert steps > 10 and top.batch_tokens % (top.seq_len * top.micro_batch) == 0
-        assert top.batch_tokens == (SCALES[scale].batch_tokens if scale else 524_288)
+            model = build_model(config.model, config.seq_len)
+        build_optimizer(config.optim, model)
+        steps, _ = build_schedule(config, sum(p.numel() for p in model.parameters()))
+        assert steps > 10 and config.batch_tokens % (config.seq_len * config.micro_batch) == 0
+        assert config.batch_tokens == (SCALES[scale].batch_tokens if scale else 524_288)
 
 
 @pytest.mark.slow
@@ -279,7 +281,7 @@ def test_experiments_share_runs():
     others = load_experiment("500m_multiseed").part(series=["muown_wd0"], seeds=1).cells()
     assert len(adam) == len(others) == 3
     for one, other in zip(adam, others, strict=True):
-        assert same_settings(settings_of(one.config), settings_of(other.config))
+        assert same_settings(get_defining_settings(one.config), get_defining_settings(other.config))
 
 
 def test_parts_of_a_grid():

@@ -10,7 +10,7 @@ from torch import Tensor
 from muown_train.config.instantiate import bind_target
 from muown_train.models.speedrun import Speedrun
 from muown_train.optim import parameter_roles
-from muown_train.training.build import make_optimizer
+from muown_train.training.optimizers import build_optimizer
 from tests.helpers.runs import configured
 
 
@@ -142,7 +142,7 @@ def test_an_experiment_has_the_records_settings(optim, scale):
 
     config.model.vocab_size = 100
     resolved = OmegaConf.to_container(config, resolve=True)
-    optimizer = make_optimizer(resolved, bind_target(resolved["model"], "model")())
+    optimizer = build_optimizer(resolved["optim"], bind_target(resolved["model"], "model")())
     matrices, rest = optimizer.optimizers
     assert [(g["lr"], g["betas"], g["weight_decay"]) for g in rest.param_groups] == [(0.01, (0.9, 0.95), 0.0)]
     for group in matrices.param_groups:

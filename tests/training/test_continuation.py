@@ -126,7 +126,7 @@ def test_from_a_run_whose_budget_was_per_parameter(corpus, tmp_path):
     source = trained(corpus, tmp_path, *STABLE, "name=source", "tokens=null", "tokens_per_parameter=0.02").folder
     run = decayed(corpus, tmp_path, source, "tokens_per_parameter=0.01")
     steps = open_run(source).step
-    assert run.trainer.settings.steps == steps + round(0.01 * run.facts["parameters"] / 256) > steps
+    assert run.trainer.settings.steps == steps + round(0.01 * run.metadata["parameters"] / 256) > steps
 
 
 def test_a_decay_may_be_decayed(corpus, tmp_path, stable):

@@ -1,0 +1,5 @@
+"""The name that `muown-train dashboard` had in earlier versions."""
+
+from muown_train.cli.main import run_moved_script
+
+run_moved_script("dashboard")
