@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from muown_train.experiments.report.curves import caption, plot_comparison
-from muown_train.experiments.report.style import amount
 from muown_train.experiments.report.tables import Table, csv_text, mean_and_deviation, spanned, with_deviation
 from muown_train.runs.record import ABSENT, RunGroup, RunRecord, find_differing_settings, group_runs, list_devices
 from muown_train.runtime.atomic_files import write_atomic
-from muown_train.runtime.formatting import format_duration
+from muown_train.runtime.formatting import format_count, format_duration
 
 _LOSS, _PERPLEXITY = ("valid/loss", 4), ("valid/perplexity", 2)  # with digits after the point
 _SIDE_BY_SIDE = 6  # settings that fit beside one another in a table
@@ -60,7 +59,7 @@ class Comparison:
             _final(group, *_PERPLEXITY),
             with_deviation(training, 4),
             spanned([run.step for run in runs], ",d"),
-            " to ".join(dict.fromkeys((amount(tokens[0]), amount(tokens[-1])))),
+            " to ".join(dict.fromkeys((format_count(tokens[0]), format_count(tokens[-1])))),
             _mean([run.tokens_per_second for run in finished], ",.0f"),
             spanned([run.largest_lr for run in runs], ".3g"),
             runs[0].state if len({run.state for run in runs}) == 1 else states(runs),

@@ -8,10 +8,10 @@ from muown_train.config.budget import compute_batch_rows
 from muown_train.config.schema import parse_config
 from muown_train.experiments.grid import Cell, Experiment
 from muown_train.experiments.progress import Found
-from muown_train.experiments.report.tables import rate
 from muown_train.models.language_model import build_model
+from muown_train.runtime.formatting import format_gib, format_lr
 from muown_train.training.optimizers import build_optimizer
-from muown_train.training.plan import Plan, gib, hours, needed_memory, of_parameters, planned
+from muown_train.training.plan import Plan, hours, needed_memory, of_parameters, planned
 from muown_train.training.schedule import build_schedule
 
 
@@ -59,11 +59,11 @@ def plan_lines(
     total = left = 0.0
     for (key, value), (plan, cells) in plans([each.cell for each in found], device, ranks).items():
         axis = "" if experiment.over is None else f", {experiment.over}={value}"
-        rates, seeds = dict.fromkeys(rate(cell.lr) for cell in cells), dict.fromkeys(str(cell.seed) for cell in cells)
+        rates, seeds = dict.fromkeys(format_lr(cell.lr) for cell in cells), dict.fromkeys(str(cell.seed) for cell in cells)
         yield f"{key}{axis}: {_runs(len(cells))}, learning rates {' '.join(rates)}, seeds {' '.join(seeds)}"
         yield from (f"  {line}" for line in of_parameters(plan))
         needed = needed_memory(plan)
-        memory = f"{gib(needed.peak)} GiB of {gib(plan.room)}"
+        memory = f"{format_gib(needed.peak)} GiB of {format_gib(plan.room)}"
         fits = "" if needed.peak <= plan.room else ": does not fit, a smaller micro_batch may"
         yield f"  memory of each {plan.device}: {memory}{fits}"
         training, evaluating = hours(plan, mfu)

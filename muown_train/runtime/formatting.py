@@ -1,4 +1,6 @@
-"""Numbers as text for people."""
+"""Numbers as text for people: one function for each kind of number."""
+
+import math
 
 
 def format_perplexity(value: float) -> str:
@@ -6,7 +8,7 @@ def format_perplexity(value: float) -> str:
     return f"{value:.2f}" if value < 1e6 else f"{value:.2e}"
 
 
-def format_rate(tokens_per_second: float) -> str:
+def format_speed(tokens_per_second: float) -> str:
     """Return a speed as text: 12345.6 as "12,346 tokens/s", 1234567 as "1.235M tokens/s"."""
     if tokens_per_second >= 999_999.5:
         return f"{tokens_per_second / 1e6:.3f}M tokens/s"
@@ -14,7 +16,29 @@ def format_rate(tokens_per_second: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as text: 90 as "1m30s"."""
+    """Return a duration as text: 90 as "1m30s", 3720 as "1h02m"."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+
+
+def format_count(value: float) -> str:
+    """Return a number of things, such as tokens, with three digits: 500 as "500", 2.5e6 as "2.5M", 1e10 as "10B"."""
+    for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * unit:  # three digits of a slightly smaller number round to the unit
+            return f"{value / unit:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def format_gib(size: float) -> str:
+    """Return a number of bytes in GiB, without the unit: 2**30 as "1.00"."""
+    return f"{size / 2**30:.2f}"
+
+
+def format_lr(lr: float) -> str:
+    """Return a learning rate as people write it: 4e-3, 7.5e-4; a power of two as 2^-10."""
+    mantissa, exponent = math.frexp(lr)
+    if mantissa == 0.5:
+        return f"2^{exponent - 1}"
+    digits, _, power = f"{lr:.3e}".partition("e")
+    return f"{float(digits):g}e{int(power)}"

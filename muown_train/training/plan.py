@@ -25,6 +25,7 @@ from muown_train.config.compose import load_config
 from muown_train.config.schema import RunConfig
 from muown_train.models.language_model import LanguageModel, build_model
 from muown_train.optim import Combined, parameter_roles
+from muown_train.runtime.formatting import format_gib
 from muown_train.runtime.hardware import Gpu, find_gpu
 from muown_train.training.optimizers import build_optimizer
 from muown_train.training.schedule import build_schedule
@@ -115,8 +116,8 @@ def of_memory(plan: Plan) -> Iterator[str]:
     yield from lines_of(needed, plan)
     fits = needed.peak <= plan.room
     yield (
-        f"{'fits' if fits else 'does not fit'}: {gib(needed.peak)} at most, where tensors have "
-        f"{gib(plan.room)} of {gib(plan.gpu.memory)}"
+        f"{'fits' if fits else 'does not fit'}: {format_gib(needed.peak)} at most, where tensors have "
+        f"{format_gib(plan.room)} of {format_gib(plan.gpu.memory)}"
     )
     found = largest_micro_batch(plan.sizes, plan.how, plan.rows, plan.room, plan.of_ranks)
     if found is None:
@@ -126,7 +127,7 @@ def of_memory(plan: Plan) -> Iterator[str]:
         )
     else:
         size, taken = found
-        yield f"largest micro_batch that fits: {size}, with {gib(taken.peak)} at most"
+        yield f"largest micro_batch that fits: {size}, with {format_gib(taken.peak)} at most"
 
 
 def lines_of(needed: Memory, plan: Plan) -> Iterator[str]:
@@ -145,7 +146,7 @@ def lines_of(needed: Memory, plan: Plan) -> Iterator[str]:
         ("optimizer step", needed.step, "besides weights, gradients and state, when there are no activations"),
     )
     for name, size, note in rows:
-        yield f"  {name:<21}{gib(size):>7}  {note}"
+        yield f"  {name:<21}{format_gib(size):>7}  {note}"
 
 
 def parts_of_update(plan: Plan) -> Update:
@@ -193,8 +194,3 @@ def of_time(plan: Plan, mfu: float | None) -> Iterator[str]:
         f"  {seconds:.3f} s an update, {tokens / seconds:,.0f} tokens/s, {training:,.1f} hours, "
         f"{training * plan.ranks:,.0f} GPU hours; {evaluations(plan)} evaluations add {evaluating:,.1f} hours"
     )
-
-
-def gib(size: float) -> str:
-    """Bytes as GiB."""
-    return f"{size / 2**30:.2f}"

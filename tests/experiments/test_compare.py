@@ -17,6 +17,7 @@ from muown_train.experiments.compare import compare
 from muown_train.experiments.report import curves, style
 from muown_train.experiments.report.tables import Table, csv_text, mean_and_deviation, spanned, with_deviation
 from muown_train.runs.record import read_run
+from muown_train.runtime.formatting import format_count
 from tests.helpers.folders import line, settings, write
 from tests.helpers.paths import ROOT
 
@@ -264,7 +265,7 @@ def test_cells():
     assert [spanned(values, ",d") for values in ([], [None, 5], [1000, 7])] == ["—", "5", "7 to 1,000"]
     assert Table("T", ["a", "b"], [["x|y", "1"]]).markdown() == "## T\n\n| a | b |\n| --- | ---: |\n| x\\|y | 1 |\n"
     assert csv_text([{"a": 'x,"y"', "b": None}]) == 'a,b\n"x,""y""",\n'
-    assert [style.amount(n) for n in (0, 500, 79872, 2.5e6, 999.4e6, 999_817_216, 1e10)] == [
+    assert [format_count(n) for n in (0, 500, 79872, 2.5e6, 999.4e6, 999_817_216, 1e10)] == [
         "0", "500", "79.9k", "2.5M", "999M", "1B", "10B"
     ]  # fmt: skip
     assert [style.time_unit(s)[1] for s in (30, 300, 8000)] == ["seconds", "minutes", "hours"]

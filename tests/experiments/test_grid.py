@@ -17,10 +17,11 @@ from muown_train.experiments import grid as experiments
 from muown_train.experiments.cost import gpu_hours, plans
 from muown_train.experiments.grid import evenly, load_experiment, names
 from muown_train.experiments.progress import progress, same_settings, summary
-from muown_train.experiments.report.tables import rate, tex
+from muown_train.experiments.report.tables import tex
 from muown_train.experiments.scale import SCALES
 from muown_train.models.language_model import build_model
 from muown_train.runs.record import get_defining_settings
+from muown_train.runtime.formatting import format_lr
 from muown_train.training.optimizers import build_optimizer
 from muown_train.training.schedule import build_schedule
 from tests.helpers.experiments import fill, targets
@@ -355,7 +356,7 @@ def test_a_file_that_says_what_cannot_be(change, message, tmp_path, monkeypatch)
 
 
 def test_learning_rates_as_people_write_them():
-    assert [rate(lr) for lr in (4e-3, 7.5e-4, 2.0**-10, 0.02, 2.5e-4)] == ["4e-3", "7.5e-4", "2^-10", "2e-2", "2.5e-4"]
+    assert [format_lr(lr) for lr in (4e-3, 7.5e-4, 2.0**-10, 0.02, 2.5e-4)] == ["4e-3", "7.5e-4", "2^-10", "2e-2", "2.5e-4"]
     assert tex("7.5e-4") == r"$7.5 \times 10^{-4}$" and tex("2^-10") == "$2^{-10}$"
     assert tex("14.13 ± 0.004 & 50%_—") == r"14.13 $\pm$ 0.004 \& 50\%\_---"
 

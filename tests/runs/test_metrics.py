@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from muown_train.runs import metrics as records
 from muown_train.runs.metrics import Metrics, read_metrics
-from muown_train.runtime.formatting import format_duration, format_rate
+from muown_train.runtime.formatting import format_duration, format_speed
 from muown_train.training.tracking.console import LiveConsole, PlainConsole, describe
 
 
@@ -279,7 +279,7 @@ def test_the_live_line_never_wraps_and_news_scroll_up(width, monkeypatch):
 
 def test_numbers_for_people():
     assert [format_duration(s) for s in (5, 90, 3700)] == ["5s", "1m30s", "1h01m"]
-    assert [format_rate(r) for r in (12.3, 45_678.9, 999_999.4, 999_999.6)] == [
+    assert [format_speed(r) for r in (12.3, 45_678.9, 999_999.4, 999_999.6)] == [
         "12 tokens/s",
         "45,679 tokens/s",
         "999,999 tokens/s",

@@ -57,7 +57,7 @@ def write_samples(arguments: argparse.Namespace) -> None:
     from muown_train.models.generate import Sampling, stream_text, stream_tokens
     from muown_train.runs.saved_run import open_run
     from muown_train.runtime import hardware
-    from muown_train.runtime.formatting import format_rate
+    from muown_train.runtime.formatting import format_speed
 
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     device = hardware.find_device(arguments.device)
@@ -82,7 +82,7 @@ def write_samples(arguments: argparse.Namespace) -> None:
         write("\n")
         note = ", the document's end" * (drawn[-1] == end)
         speed = len(drawn) / (time.monotonic() - started)
-        print(f"[{len(drawn)} tokens{note}, {format_rate(speed)}]", file=sys.stderr, flush=True)
+        print(f"[{len(drawn)} tokens{note}, {format_speed(speed)}]", file=sys.stderr, flush=True)
 
 
 def take_until(end: int, tokens: Iterator[int], drawn: list[int]) -> Iterator[int]:

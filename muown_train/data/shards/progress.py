@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from muown_train.runtime.formatting import format_duration
+
 EVERY = {True: 0.2, False: 5.0}  # seconds, on a terminal and elsewhere
 FIRST = {True: 0.2, False: 2.0}
 AVERAGED = 20.0  # seconds over which the rate is measured: documents come in batches
@@ -76,7 +78,7 @@ class Report:
         if rate:
             line += f", {rate:,.0f} tokens/s"
             if self._total is not None and self._total > self._tokens:
-                line += f", {_duration((self._total - self._tokens) / rate)} left"
+                line += f", {format_duration((self._total - self._tokens) / rate)} left"
         return line
 
     def _rate(self, now: float) -> float | None:
@@ -86,9 +88,3 @@ class Report:
             self._lately.popleft()
         begin, before = self._lately[0]
         return (self._tokens - before) / (now - begin) if now - begin >= SHORTEST else None
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"

@@ -10,8 +10,8 @@ import numpy as np
 from muown_train.experiments.report import stat_figures as measured_figures
 from muown_train.experiments.report import style
 from muown_train.experiments.report.curves import LOSS, plot_comparison
-from muown_train.experiments.report.tables import rate
-from muown_train.runs.record import Group
+from muown_train.runs.record import RunGroup
+from muown_train.runtime.formatting import format_lr
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,8 +69,8 @@ def plot_curves(report: "Report", paths: Sequence[Path]) -> bool:
     for result in report.results:
         runs = tuple(found.run for found in result.runs if found.run and found.run.columns)
         if runs:
-            groups.append(Group(runs))
-            words.append([f"{names[result.series.key, result.value]},", f"lr {rate(result.lr)}"])
+            groups.append(RunGroup(runs))
+            words.append([f"{names[result.series.key, result.value]},", f"lr {format_lr(result.lr)}"])
     if groups:
         plot_comparison(groups, words, paths, report.of_scale)
     return bool(groups)
@@ -137,7 +137,7 @@ def _rate_axis(axes: "Axes", rates: Sequence[float]) -> None:
             if all(np.diff(np.log(ticks)) >= apart):
                 break
         ticks = ticks or grid[:_TICKS]
-        labels = [rate(tick) for tick in ticks]
+        labels = [format_lr(tick) for tick in ticks]
     axes.set_xlim(grid[0] / 1.2, grid[-1] * 1.2)
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_major_formatter(FixedFormatter(labels))

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from muown_train.experiments.report.tables import rate
-from muown_train.runs.metrics import read_metrics
 from muown_train.runs.record import RunRecord, Series
+from muown_train.runtime.formatting import format_lr
 
 if TYPE_CHECKING:
     from muown_train.experiments.report.results import Report
@@ -131,7 +130,7 @@ def lines_of(report: "Report") -> list[Measured]:
         runs = [found for run in result.done if (found := measured(run, report.experiment.report))]
         if runs:
             key = result.series.key, result.value
-            lines.append(Measured(names[key] + (f", lr {rate(result.lr)}" if rates[key] > 1 else ""), runs))
+            lines.append(Measured(names[key] + (f", lr {format_lr(result.lr)}" if rates[key] > 1 else ""), runs))
     return lines
 
 
@@ -180,5 +179,4 @@ def measured(run: RunRecord, probe: str) -> dict[str, Series]:
 
 
 def _analysed(run: RunRecord, probe: str) -> Iterable[Mapping[str, float]]:
-    file = run.folder / "analysis" / f"{probe}.jsonl"
-    return read_metrics(file) if file.exists() else []
+    return run.read_lines(f"analysis/{probe}.jsonl")

@@ -17,9 +17,10 @@ from muown_train.experiments.progress import Found, summary
 from muown_train.experiments.report.figures import FIGURES
 from muown_train.experiments.report.matrix_stats import Measured, lines_of
 from muown_train.experiments.report.stat_tables import TABLES
-from muown_train.experiments.report.tables import Table, csv_text, mean_and_deviation, rate
+from muown_train.experiments.report.tables import Table, csv_text, mean_and_deviation
 from muown_train.runs.record import ABSENT, RunRecord
 from muown_train.runtime.atomic_files import write_atomic
+from muown_train.runtime.formatting import format_lr
 
 NEAR = 1.02  # a perplexity, of the best
 
@@ -139,7 +140,7 @@ class Report:
         results = {(each.lr, each.series.key, each.value): each for each in self.results}
         rates = sorted({each.lr for each in self.results}, reverse=True)
         rows = [
-            [rate(lr), *(self.cell(results[lr, *key]) if (lr, *key) in results else "" for key, _ in columns)]
+            [format_lr(lr), *(self.cell(results[lr, *key]) if (lr, *key) in results else "" for key, _ in columns)]
             for lr in rates
         ]
         return Table(self.quantity.title, ["learning rate", *(name for _, name in columns)], rows)
@@ -182,9 +183,9 @@ class Report:
                 last += 1
             beyond = [grid[i] if 0 <= i < len(grid) else None for i in (first - 1, last + 1)]
             known = all(each and (each.values or each.diverged) for each in beyond)
-            near = f"{rate(grid[first].lr)} to {rate(grid[last].lr)}"
+            near = f"{format_lr(grid[first].lr)} to {format_lr(grid[last].lr)}"
             factor = f"{'' if known else '≥ '}{grid[last].lr / grid[first].lr:.3g}"
-            rows.append([name, rate(grid[at].lr), self.cell(grid[at]), near, factor])
+            rows.append([name, format_lr(grid[at].lr), self.cell(grid[at]), near, factor])
         head = ["setting", "best learning rate", self.experiment.quantity, "nearly as good", "a factor of"]
         return Table(f"Best learning rates, and those beside them within {NEAR - 1:.0%} of the perplexity", head, rows)
 
@@ -204,8 +205,8 @@ class Report:
             if common:
                 mean, deviation = mean_and_deviation(common)
                 shown = ABSENT if deviation is None else f"{deviation:.{digits}f}"
-                rows.append([name, rate(each.lr), f"{mean:+z.{digits}f}", shown, str(len(common))])
-        return Table(f"Differences from {first} at {rate(of_first.lr)}, seed by seed", head, rows)
+                rows.append([name, format_lr(each.lr), f"{mean:+z.{digits}f}", shown, str(len(common))])
+        return Table(f"Differences from {first} at {format_lr(of_first.lr)}, seed by seed", head, rows)
 
     def comparison(self) -> Table:
         """A line for each setting that the paper reports."""
@@ -219,7 +220,7 @@ class Report:
             runs = f"{len(each.values) + each.count('diverged')} of {len(each.runs)}"
             change = ABSENT if each.difference is None else f"{each.difference:+z.{digits}f}"
             name = names[each.series.key, each.value]
-            rows.append([name, rate(each.lr), runs, self.cell(each), self.reported(each), change])
+            rows.append([name, format_lr(each.lr), runs, self.cell(each), self.reported(each), change])
         return Table("Beside the paper", head, rows)
 
     def cell(self, result: Result) -> str:

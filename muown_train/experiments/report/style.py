@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from muown_train.runtime.formatting import format_count
+
 if TYPE_CHECKING:  # a run that only trains does not load matplotlib
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -102,7 +104,7 @@ def count_axis(axes: "Axes", label: str, least: float | None = None) -> None:
         axes.set_xlim(left=least)
         axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(label)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
 
 
 def plain_ticks(axes: "Axes") -> None:
@@ -186,14 +188,6 @@ def caption(figure: "Figure", *sentences: str) -> None:
     """Small lines below the axes, broken to the figure's width; empty sentences do not count."""
     text = " ".join(filter(None, sentences))
     figure.supxlabel(name(text, round(21 * figure.get_figwidth())), x=0.01, ha="left", fontsize=6.5, color="0.35")
-
-
-def amount(value: float) -> str:
-    """500 -> "500", 2.5e6 -> "2.5M", 1e10 -> "10B"."""
-    for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 0.9995 * unit:  # which has its three digits in the next unit
-            return f"{value / unit:.3g}{letter}"
-    return f"{value:.3g}"
 
 
 def time_unit(seconds: float) -> tuple[float, str]:

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,15 +62,6 @@ def tex(text: str) -> str:
     text = re.sub(r"\b([\d.]+)e(-?\d+)\b", r"$\1 \\times 10^{\2}$", text)
     text = re.sub(r"\b2\^(-?\d+)\b", r"$2^{\1}$", text)
     return text.replace("±", r"$\pm$").replace("×", r"$\times$").replace("—", "---").replace("≥", r"$\geq$")
-
-
-def rate(lr: float) -> str:
-    """A learning rate as people write it: 4e-3, 7.5e-4; 2^-10 where it is a power of two."""
-    mantissa, exponent = math.frexp(lr)
-    if mantissa == 0.5:
-        return f"2^{exponent - 1}"
-    digits, _, power = f"{lr:.3e}".partition("e")
-    return f"{float(digits):g}e{int(power)}"
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muown_train.runtime.formatting import format_duration, format_perplexity, format_rate
+from muown_train.runtime.formatting import format_duration, format_perplexity, format_speed
 
 if TYPE_CHECKING:
     from muown_train.runs.metrics import Line, Sink
@@ -71,7 +71,7 @@ class LiveConsole:
             self.progress.update(
                 self.task,
                 completed=last["step"],
-                description=f"loss {last['train/loss']:.3f}" + (f"  {format_rate(speed)}" if speed else ""),
+                description=f"loss {last['train/loss']:.3f}" + (f"  {format_speed(speed)}" if speed else ""),
                 left=format_duration(last["system/seconds_left"]) if "system/seconds_left" in last else "?",
             )
 
@@ -113,7 +113,7 @@ def _measured(line: "Line") -> list[str]:
     formats: dict[str, Callable[[float], str]] = {
         "train/lr": "lr {:.2e}".format,
         "train/grad_norm": "grad norm {:.3f}".format,
-        "system/tokens_per_second": format_rate,
+        "system/tokens_per_second": format_speed,
         "system/mfu": "MFU {:.0%}".format,
     }
     return [text(line[key]) for key, text in formats.items() if key in line]

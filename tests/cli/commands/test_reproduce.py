@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 
 from muown_train.config.compose import compose_config
 from muown_train.experiments.grid import load_experiment
-from muown_train.experiments.report.tables import rate
 from muown_train.experiments.slurm_queue import keep_job
 from muown_train.runs.record import read_run
+from muown_train.runtime.formatting import format_lr
 from tests.helpers.experiments import fill, of_paper
 from tests.helpers.paths import ROOT
 from tests.helpers.runs import metrics, wait_until
@@ -194,7 +194,7 @@ def test_a_damaged_run_counts_for_nothing_and_holds_nothing_up(
     listed = reproduce(*words)[1]
     assert states(listed) == {first.name: state, second.name: "done"} and said in listed
     made = reproduce(*words, "action=report")[1]
-    assert f"| {rate(first.lr)} | — |" in made and f"| {rate(second.lr)} | 14.00 |" in made
+    assert f"| {format_lr(first.lr)} | — |" in made and f"| {format_lr(second.lr)} | 14.00 |" in made
     monkeypatch.setattr(sys.modules["reproduce"], "ARCHIVE", tmp_path / "archive")
     kept = reproduce(*words, "action=archive")[1]
     assert [path.name for path in (tmp_path / "archive").glob("*")] == [second.name], kept
