@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from muown_train.data.sources import TrainingData, held_out_ids, tokenizer_facts
+from muown_train.data.sources import RunInfo, TrainingData, held_out_ids, tokenizer_facts
 from muown_train.data.text.tokenizer import token_dtype
 
 
@@ -47,19 +46,20 @@ class Numbers:
         return " ".join(map(str, ids))
 
 
-def random_tokens(*, seq_len: int, seed: int, valid_tokens: int, cache: Path, vocab_size: int) -> TrainingData:
+def random_tokens(*, run: RunInfo) -> TrainingData:
     """Ids that are uniform in the model's vocabulary; there is nothing to learn, the loss stays at ln(vocab_size).
 
     Raises:
         ValueError: valid_tokens below 1.
     """
-    tokenizer = Numbers(vocab_size)
-    ids = np.random.default_rng(seed).integers(vocab_size, size=valid_tokens + 1, dtype=token_dtype(vocab_size))
+    tokenizer = Numbers(run.vocab_size)
+    dtype = token_dtype(run.vocab_size)
+    ids = np.random.default_rng(run.seed).integers(run.vocab_size, size=run.valid_tokens + 1, dtype=dtype)
     facts = {"data": "random", "content": "random", **tokenizer_facts(tokenizer)}
     return TrainingData(
-        RandomRows(vocab_size, seq_len, seed),
-        held_out_ids(ids, valid_tokens),
+        RandomRows(run.vocab_size, run.seq_len, run.seed),
+        held_out_ids(ids, run.valid_tokens),
         tokenizer,
         facts,
-        float(np.log(vocab_size)),
+        float(np.log(run.vocab_size)),
     )

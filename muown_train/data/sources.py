@@ -1,22 +1,23 @@
-"""Data configurations (configs/data/) -> TrainingData: the source of rows, the held-out tokens, the
-tokenizer.
+"""Data configurations (configs/data/) -> TrainingData: the source of rows, the held-out tokens and the tokenizer.
 
-Each function here is the `_target_` of a configuration, which gives the first arguments; the run gives
-`seq_len`, `seed`, `valid_tokens`, `cache` and `vocab_size`. The tokenizer is compared with `vocab_size`
-before data are read.
+`build_data` calls the function that a configuration names as its `_target_`: `stdlib` and `files` here, `hub_stream`
+(hub/dataset.py), `shards` (shards/dataset.py) or `random_tokens` (random_tokens.py). The configuration gives the
+settings of that function and the run gives a RunInfo. Each function compares the size of the tokenizer with
+`run.vocab_size` before it reads data.
 """
 
 from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from muown_train.config.instantiate import bind_target
 from muown_train.data.cache import files_fingerprint, fingerprint
 from muown_train.data.corpus import Corpus, Labelled, print_line, tokenised
 from muown_train.data.rows import RowSource, TokenRows
@@ -26,7 +27,7 @@ from muown_train.data.text.holdout import held_out, label_by_content
 from muown_train.data.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from muown_train.data.unigram import unigram_loss
 
-FROM_RUN = ["seq_len", "seed", "valid_tokens", "cache", "vocab_size", "progress"]  # arguments that no setting gives
+FROM_RUN = ["run"]  # the argument of every data function that the program gives and no setting can
 FORMAT = 2  # of what is cached: raise it when the same input would give other tokens
 NOT_LIBRARY = {
     *("test", "tests", "idlelib", "idle_test", "lib2to3", "ensurepip", "turtledemo", "lib-dynload"),
@@ -36,8 +37,20 @@ GENERATED = ("_sysconfigdata", "sitecustomize")  # by whoever built or packaged 
 
 
 @dataclass(frozen=True)
+class RunInfo:
+    """The values of a run that every data function needs."""
+
+    seq_len: int  # targets in a row of T+1 tokens
+    seed: int  # of the order of rows
+    valid_tokens: int  # held-out targets, at most
+    cache: Path  # folder of prepared data
+    vocab_size: int  # of the model, which the tokenizer must not exceed
+    progress: Callable[[str], None] = print_line  # takes one line of text about work that takes long
+
+
+@dataclass(frozen=True)
 class TrainingData:
-    """What a run needs of its data."""
+    """The data of a run."""
 
     train: RowSource
     valid: np.ndarray  # 1-D held-out ids, uint16 or uint32, at most valid_tokens + 1 of them
@@ -46,17 +59,25 @@ class TrainingData:
     unigram_loss: float | None  # nats per held-out target; None for streams
 
 
-def stdlib(
-    *,
-    seq_len: int,
-    seed: int,
-    valid_tokens: int,
-    cache: Path,
-    vocab_size: int,
-    progress: Callable[[str], None] = print_line,
-) -> TrainingData:
-    """The source text of Python's own standard library: a real corpus on every machine, without a network."""
-    check_vocabulary(bpe.NAME, bpe.SIZE, vocab_size)
+def build_data(settings: Mapping[str, Any], run: RunInfo, trust: Sequence[str] = ()) -> TrainingData:
+    """Return the data that the section `data` of a configuration asks for.
+
+    Args:
+        settings: the section, resolved, with its `_target_`.
+        trust: targets that are allowed besides those of this package.
+
+    Raises:
+        ValueError: a setting is unknown or wrong, or the data do not suit the run.
+        ConnectionError: the hub cannot be reached.
+        OSError: files cannot be read or the cache cannot be written.
+    """
+    data: TrainingData = bind_target(settings, "data", FROM_RUN, trust)(run=run)
+    return data
+
+
+def stdlib(*, run: RunInfo) -> TrainingData:
+    """Return the source text of Python's own standard library: a real corpus on every machine, without a network."""
+    check_vocabulary(bpe.NAME, bpe.SIZE, run.vocab_size)
     root = Path(sysconfig.get_path("stdlib"))
     paths = _library_files(root)
     if not paths:
@@ -67,9 +88,9 @@ def stdlib(
             text = path.read_bytes().decode("utf-8", errors="replace")
             yield text, held_out(path.relative_to(root).as_posix().encode())
 
-    folder = Path(cache) / f"stdlib-{fingerprint(FORMAT, files_fingerprint(paths))}"
-    corpus = tokenised(folder, documents, None, progress)
-    return _from_corpus(corpus, "stdlib", seq_len, seed, valid_tokens)
+    folder = run.cache / f"stdlib-{fingerprint(FORMAT, files_fingerprint(paths))}"
+    corpus = tokenised(folder, documents, None, run.progress)
+    return _from_corpus(corpus, "stdlib", run)
 
 
 def files(
@@ -78,25 +99,23 @@ def files(
     tokenizer: str | None = None,
     text: str = "text",
     *,
-    seq_len: int,
-    seed: int,
-    valid_tokens: int,
-    cache: Path,
-    vocab_size: int,
-    progress: Callable[[str], None] = print_line,
+    run: RunInfo,
 ) -> TrainingData:
-    """Local files by glob: .txt, .jsonl (.gz, .xz, .zst) and .parquet in any mix.
+    """Return the text of local files, given by globs: .txt, .jsonl (.gz, .xz, .zst) and .parquet in any mix.
 
-    Without `valid` a fixed part is held out (holdout.py); without `tokenizer` a BPE of 4096 entries is
-    trained on the rest. Raises ValueError naming the key, glob, file or line at fault.
+    Without `valid` a fixed part is held out (text/holdout.py). Without `tokenizer` a BPE of 4096 entries is trained
+    on the rest.
+
+    Raises:
+        ValueError: a key, glob, file or line is at fault; the message names it.
     """
     if not train:
         raise ValueError("data.train is not set: give the files as a glob, such as data.train='texts/**/*.txt'")
     encoder = load_tokenizer(str(tokenizer)) if tokenizer else None
     if encoder is None:
-        check_vocabulary(bpe.NAME, bpe.SIZE, vocab_size)
+        check_vocabulary(bpe.NAME, bpe.SIZE, run.vocab_size)
     else:
-        check_vocabulary(encoder.name, encoder.size, vocab_size)
+        check_vocabulary(encoder.name, encoder.size, run.vocab_size)
     train_paths = expand(train, "data.train")
     valid_paths = expand(valid, "data.valid") if valid else []
     both = {path.resolve() for path in train_paths} & {path.resolve() for path in valid_paths}
@@ -111,8 +130,8 @@ def files(
         files_fingerprint(valid_paths),
     )
     labelled = _label(train_paths, valid_paths, text)
-    corpus = tokenised(Path(cache) / f"files-{key}", labelled, encoder, progress)
-    return _from_corpus(corpus, "files", seq_len, seed, valid_tokens)
+    corpus = tokenised(run.cache / f"files-{key}", labelled, encoder, run.progress)
+    return _from_corpus(corpus, "files", run)
 
 
 def _library_files(root: Path) -> list[Path]:
@@ -133,12 +152,12 @@ def _label(train: list[Path], valid: list[Path], text: str) -> Labelled:
     return lambda: label_by_content(lambda: read_documents(train, text))
 
 
-def _from_corpus(corpus: Corpus, data: str, seq_len: int, seed: int, valid_tokens: int) -> TrainingData:
+def _from_corpus(corpus: Corpus, data: str, run: RunInfo) -> TrainingData:
     index = corpus.index
     if not index["train"]["documents"]:
         raise ValueError(f"data={data}: there is no text to train on")
-    rows = TokenRows(corpus.train, seq_len, seed)
-    valid = held_out_ids(corpus.valid, valid_tokens)
+    rows = TokenRows(corpus.train, run.seq_len, run.seed)
+    valid = held_out_ids(corpus.valid, run.valid_tokens)
     facts = {
         "data": data,
         "content": fingerprint(index["train"]["text"], index["valid"]["text"]),

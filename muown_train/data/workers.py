@@ -53,7 +53,7 @@ class Streamed(RowSource, Protocol):
     streams: int
 
 
-def apart(rows: RowSource) -> RowSource:
+def clone_rows(rows: RowSource) -> RowSource:
     """The same rows with a state of their own, of rows not yet used: to read some besides those of a run."""
     if isinstance(rows, Streamed):
         copied: RowSource = pickle.loads(pickle.dumps(rows))

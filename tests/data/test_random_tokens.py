@@ -4,9 +4,10 @@ import math
 
 import numpy as np
 
+from muown_train.config.compose import load_config
 from muown_train.data.random_tokens import RandomRows
-from muown_train.training.build import build
-from tests.helpers.runs import HERE, SMALL, configured, metrics
+from muown_train.training.build import build_run
+from tests.helpers.runs import HERE, SMALL, metrics
 
 
 def test_rows_depend_on_their_number_alone():
@@ -20,7 +21,7 @@ def test_rows_depend_on_their_number_alone():
 
 def test_a_run_on_random_tokens_has_nothing_to_learn(tmp_path):
     settings = [setting for setting in SMALL if setting != "data=files"]
-    run = build(configured(*settings, "data=random", f"out={tmp_path}", "optim.lr=1e-3"), "run", HERE)
+    run = build_run(load_config(["name=run", *settings, "data=random", f"out={tmp_path}", "optim.lr=1e-3"]), HERE)
     assert not run.resume()
     run.train()
     run.close()

@@ -10,7 +10,7 @@ from muown_train.data.unigram import unigram_loss
 from tests.helpers.paths import ROOT
 from tests.helpers.text_files import word_tokenizer_json
 
-RUN = {"seq_len": 16, "seed": 0, "valid_tokens": 500, "vocab_size": 4096}
+RUN = {"seq_len": 16, "seed": 0, "valid_tokens": 500, "vocab_size": 4096}  # of a RunInfo, without its cache
 
 
 @pytest.fixture
@@ -28,7 +28,8 @@ def texts(tmp_path):
 def load(texts, tmp_path, said=None, **options):
     options = {"tokenizer": str(tmp_path / "words.json"), "cache": tmp_path / "cache", **RUN, **options}
     say = (lambda message: None) if said is None else said.append
-    return sources.files(options.pop("train", str(texts / "*.jsonl")), progress=say, **options)
+    run = sources.RunInfo(progress=say, **{key: options.pop(key) for key in [*RUN, "cache"]})
+    return sources.files(options.pop("train", str(texts / "*.jsonl")), run=run, **options)
 
 
 def documents_of(tokens, tokenizer):
@@ -180,8 +181,8 @@ import sys
 from pathlib import Path
 from muown_train.data import cache, sources
 cache.WAIT = 0.2
-run = {"seq_len": 16, "seed": 0, "valid_tokens": 500, "vocab_size": 4096}
-data = sources.files(sys.argv[1], cache=Path(sys.argv[2]), **run)
+run = sources.RunInfo(seq_len=16, seed=0, valid_tokens=500, cache=Path(sys.argv[2]), vocab_size=4096)
+data = sources.files(sys.argv[1], run=run)
 print(data.facts["content"], data.tokenizer.fingerprint, data.train.take(range(20)).sum())
 """
 
@@ -222,7 +223,7 @@ def library(tmp_path, monkeypatch):
 
 
 def test_stdlib(library, tmp_path):
-    data = sources.stdlib(cache=tmp_path / "cache", **(RUN | {"valid_tokens": 10**6}))
+    data = sources.stdlib(run=sources.RunInfo(cache=tmp_path / "cache", **(RUN | {"valid_tokens": 10**6})))
     text = data.tokenizer.decode(data.train._tokens) + data.tokenizer.decode(data.valid)
     assert "never_read" not in text and "# caf\ufffd" in text
     assert all(f"function{k}(" in text for k in range(60))
@@ -234,7 +235,7 @@ def test_stdlib(library, tmp_path):
 def test_no_stdlib(tmp_path, monkeypatch):
     monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
     with pytest.raises(ValueError, match=r"no source files in .*python311.zip: use data=files"):
-        sources.stdlib(cache=tmp_path, **RUN)
+        sources.stdlib(run=sources.RunInfo(cache=tmp_path, **RUN))
 
 
 def test_starting_up_loads_none_of_the_heavy_libraries():

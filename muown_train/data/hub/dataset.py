@@ -11,12 +11,12 @@ import numpy as np
 
 from muown_train.config.checks import check_int
 from muown_train.data.cache import fingerprint, prepared
-from muown_train.data.corpus import Part, print_line, with_ids
+from muown_train.data.corpus import Part, with_ids
 from muown_train.data.hub.files import LEAST, HubFiles, Unit, open_hub
 from muown_train.data.hub.retry import LIMIT, Retry
 from muown_train.data.hub.streaming import StreamRows
 from muown_train.data.permutation import permute
-from muown_train.data.sources import FORMAT, TrainingData, held_out_ids, tokenizer_facts
+from muown_train.data.sources import FORMAT, RunInfo, TrainingData, held_out_ids, tokenizer_facts
 from muown_train.data.text.holdout import PARTS
 from muown_train.data.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from muown_train.data.token_file import read_tokens
@@ -36,12 +36,7 @@ def hub_stream(
     shuffle: int = 128,
     retries: int = LIMIT,
     *,
-    seq_len: int,
-    seed: int,
-    valid_tokens: int,
-    cache: Path,
-    vocab_size: int,
-    progress: Callable[[str], None] = print_line,
+    run: RunInfo,
 ) -> TrainingData:
     """A data set of the hub, streamed: nothing but the held-out tokens (and the sizes of row groups) is stored.
 
@@ -56,26 +51,32 @@ def hub_stream(
     given = {"streams": streams, "shuffle": shuffle, "retries": retries}
     streams, shuffle, retries = (check_int(f"data.{key}", value, LEAST[key]) for key, value in given.items())
     encoder = load_tokenizer(str(tokenizer))
-    check_vocabulary(encoder.name, encoder.size, vocab_size)
-    hub = open_hub(path, name, split, text, revision, Retry(retries), progress)
-    groups = _row_groups(hub, Path(cache), streams, progress)
+    check_vocabulary(encoder.name, encoder.size, run.vocab_size)
+    hub = open_hub(path, name, split, text, revision, Retry(retries), run.progress)
+    groups = _row_groups(hub, run.cache, streams, run.progress)
     stretches, held = _split(groups, streams) if groups else _whole_files(len(hub.names), streams)
 
-    key = fingerprint(FORMAT, encoder.fingerprint, path, name, split, text, hub.revision, valid_tokens, repr(held))
-    folder = Path(cache) / f"hub-{key}"
-    index = prepared(folder, lambda partial: _write_held_out(partial, hub, held, encoder, valid_tokens), progress)
-    valid = held_out_ids(read_tokens(folder / "valid.bin"), valid_tokens)
-    if len(valid) <= valid_tokens:
-        progress(f"data set {hub.label}: {len(valid) - 1} tokens are held out, fewer than valid_tokens={valid_tokens}")
-    if not stretches and len(valid) <= valid_tokens:
-        raise ValueError(f"data set {hub.label} is one part, and all is held out: lower valid_tokens={valid_tokens}")
+    key = fingerprint(FORMAT, encoder.fingerprint, path, name, split, text, hub.revision, run.valid_tokens, repr(held))
+    folder = run.cache / f"hub-{key}"
+    index = prepared(
+        folder, lambda partial: _write_held_out(partial, hub, held, encoder, run.valid_tokens), run.progress
+    )
+    valid = held_out_ids(read_tokens(folder / "valid.bin"), run.valid_tokens)
+    if len(valid) <= run.valid_tokens:
+        run.progress(
+            f"data set {hub.label}: {len(valid) - 1} tokens are held out, fewer than valid_tokens={run.valid_tokens}"
+        )
+    if not stretches and len(valid) <= run.valid_tokens:
+        raise ValueError(
+            f"data set {hub.label} is one part, and all is held out: lower valid_tokens={run.valid_tokens}"
+        )
     if not stretches:
         stretches = [[Unit(0, skip=index["read"])]]
 
-    order = permute(np.arange(len(stretches)), len(stretches), (seed,)).tolist()
+    order = permute(np.arange(len(stretches)), len(stretches), (run.seed,)).tolist()
     count = min(streams, len(order))
     units = [[unit for k in order[number::count] for unit in stretches[k]] for number in range(count)]
-    train = StreamRows(hub.documents, units, encoder, seq_len, shuffle, seed, hub.retry.interrupt)
+    train = StreamRows(hub.documents, units, encoder, run.seq_len, shuffle, run.seed, hub.retry.interrupt)
     facts = {
         "data": path,
         "name": name,

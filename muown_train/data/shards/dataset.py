@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from muown_train.data.cache import fingerprint
-from muown_train.data.corpus import print_line
 from muown_train.data.rows import TokenRows
-from muown_train.data.sources import TrainingData, held_out_ids, tokenizer_facts
+from muown_train.data.sources import RunInfo, TrainingData, held_out_ids, tokenizer_facts
 from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer, check_vocabulary, load_tokenizer, token_dtype
 from muown_train.data.token_file import HEADER_BYTES, read_tokens
 from muown_train.data.unigram import unigram_loss
@@ -33,17 +32,12 @@ def shards(
     path: str | None = None,
     tokenizer: str | None = None,
     *,
-    seq_len: int,
-    seed: int,
-    valid_tokens: int,
-    cache: Path,
-    vocab_size: int,
-    progress: Callable[[str], None] = print_line,
+    run: RunInfo,
 ) -> TrainingData:
-    """The shards in the folder `path`, through memory maps; `cache` is not used.
+    """The shards in the folder `path`, through memory maps; `run.cache` is not used.
 
     Raises ValueError naming the shard that is missing, truncated, of another version or dtype, not in the index or
-    beyond the tokenizer; or the tokenizer that is not that of the shards or larger than `vocab_size`.
+    beyond the tokenizer; or the tokenizer that is not that of the shards or larger than `run.vocab_size`.
     """
     if not path:
         raise ValueError(
@@ -57,13 +51,13 @@ def shards(
     index = _read_index(folder)
     names = _names(folder, index)
     encoder = _tokenizer(folder, index, tokenizer)
-    check_vocabulary(encoder.name, encoder.size, vocab_size)
+    check_vocabulary(encoder.name, encoder.size, run.vocab_size)
     train = _open(folder, names["train"], index, encoder, scattered=True)
     held = _open(folder, names["valid"], index, encoder)
 
-    valid = held_out_ids(_beginning(held, valid_tokens + 1), valid_tokens)
-    if len(valid) <= valid_tokens:
-        progress(f"{folder}: {len(valid) - 1} tokens are held out, fewer than valid_tokens={valid_tokens}")
+    valid = held_out_ids(_beginning(held, run.valid_tokens + 1), run.valid_tokens)
+    if len(valid) <= run.valid_tokens:
+        run.progress(f"{folder}: {len(valid) - 1} tokens are held out, fewer than valid_tokens={run.valid_tokens}")
     facts = {
         "data": "shards",
         "content": _content(folder, names, index),
@@ -77,7 +71,7 @@ def shards(
         facts["source"] = index["source"]
         facts["documents"] = index["train"]["documents"]
         loss = unigram_loss(_counts(folder, encoder.size), valid[1:])
-    return TrainingData(TokenRows(train, seq_len, seed), valid, encoder, facts, loss)
+    return TrainingData(TokenRows(train, run.seq_len, run.seed), valid, encoder, facts, loss)
 
 
 def _read_index(folder: Path) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ import numpy as np
 from muown_train.config.instantiate import bind_target
 from muown_train.data import sources
 from muown_train.data.corpus import with_ids
-from muown_train.data.sources import FROM_RUN, TrainingData
+from muown_train.data.sources import FROM_RUN, RunInfo, TrainingData
 from muown_train.data.text.documents import expand, read_labelled
 from muown_train.data.text.tiktoken_bpe import byte_alphabet
 from muown_train.data.text.tokenizer import Tokenizer, token_dtype
@@ -49,8 +49,7 @@ def text_of(data: Mapping[str, Any], label: str | None, valid_tokens: int, cache
         return _of_files(label, **target.keywords)
     if label is not None:
         raise ValueError(f"--source {label} is of .jsonl and .parquet files: give data=files with data.valid=GLOB")
-    from_run = {"seq_len": 1, "seed": 0, "valid_tokens": valid_tokens, "cache": cache, "vocab_size": 2**31}
-    held_out: TrainingData = target(**from_run)
+    held_out: TrainingData = target(run=RunInfo(1, 0, valid_tokens, cache, vocab_size=2**31))
     name = str(held_out.facts["data"])
     if held_out.tokenizer.raw is None:
         raise ValueError(f"data={name} has no text to evaluate on")

@@ -20,6 +20,7 @@ from muown_train.data.hub.files import HubFiles, Unit
 from muown_train.data.hub.retry import Retry
 from muown_train.data.hub.streaming import Cursor, Shuffle, read_windows
 from muown_train.data.loader import Loader
+from muown_train.data.sources import RunInfo
 from muown_train.data.token_file import read_tokens
 from tests.helpers.hub_server import Fault, Hub
 from tests.helpers.text_files import ByteTokenizer, union, word_tokenizer_json
@@ -59,7 +60,9 @@ def load(hub, tmp_path, monkeypatch):
 
     def load(files, **options):
         options = {"streams": 5, "shuffle": 7, "cache": tmp_path / "cache", "progress": lambda line: None} | options
-        return hub_source.hub_stream(str(files), str(hub.root / "tokenizer.json"), **(RUN | options))
+        options = RUN | options
+        run = RunInfo(**{key: options.pop(key) for key in [*RUN, "cache", "progress"]})
+        return hub_source.hub_stream(str(files), str(hub.root / "tokenizer.json"), run=run, **options)
 
     return load
 

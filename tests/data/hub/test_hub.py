@@ -32,6 +32,7 @@ from pathlib import Path
 import yaml
 from hydra.utils import instantiate
 from muown_train.data.loader import Loader
+from muown_train.data.sources import RunInfo
 from tests.helpers.text_files import union
 
 published = yaml.safe_load(Path("configs/data/fineweb_edu.yaml").read_text())
@@ -39,9 +40,10 @@ published = yaml.safe_load(Path("configs/data/fineweb_edu.yaml").read_text())
 def attempt(cache, legs, config, run):
     run = {"seq_len": 32, "seed": 0, "valid_tokens": 300, "vocab_size": 50280, "cache": Path(cache)} | run
     load = instantiate(published | config)
-    data, state, batches = load(**run), None, []
+    run = RunInfo(**run)
+    data, state, batches = load(run=run), None, []
     for size, steps in legs:
-        loaders = [Loader(load(**run).train, 12, rank, size) for rank in range(size)]
+        loaders = [Loader(load(run=run).train, 12, rank, size) for rank in range(size)]
         for loader in loaders:
             if state:
                 loader.load_state_dict(state)

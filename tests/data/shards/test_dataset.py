@@ -4,6 +4,8 @@ import json
 import math
 import time
 import tracemalloc
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +16,11 @@ from muown_train.config.compose import CONFIG_DIR
 from muown_train.data.loader import Loader
 from muown_train.data.shards import prepare as preparation
 from muown_train.data.shards.dataset import shards
+from muown_train.data.sources import RunInfo
 from muown_train.data.token_file import TokenWriter, read_tokens
 from tests.helpers.text_files import word_tokenizer_json
 
-RUN = {"seq_len": 20, "seed": 0, "valid_tokens": 100, "vocab_size": 300, "cache": "unused"}
+RUN = RunInfo(seq_len=20, seed=0, valid_tokens=100, cache=Path("unused"), vocab_size=300)
 
 
 @pytest.fixture
@@ -50,7 +53,7 @@ def nanogpt(tmp_path):
 
 
 def test_rows_are_those_of_the_concatenated_shards(folder):
-    data = shards(str(folder), **RUN)
+    data = shards(str(folder), run=RUN)
     ids = np.concatenate([read_tokens(path) for path in sorted(folder.glob("train_*.bin"))])
     rows = (len(ids) - 1) // 20
     taken = {tuple(row) for row in data.train.take(range(rows)).tolist()}
@@ -64,17 +67,17 @@ def test_rows_are_those_of_the_concatenated_shards(folder):
 
 def test_the_published_configuration(folder):
     settings = yaml.safe_load((CONFIG_DIR / "data" / "shards.yaml").read_text())
-    data = instantiate(settings | {"path": str(folder)})(**RUN)
+    data = instantiate(settings | {"path": str(folder)})(run=RUN)
     assert data.facts["data"] == "shards"
     with pytest.raises(ValueError, match=r"data\.path is not set"):
-        instantiate(settings)(**RUN)
+        instantiate(settings)(run=RUN)
 
 
 def test_a_resume_needs_no_state_and_ranks_do_not_matter(folder):
     def batches(legs):
         state, hashes = {"rows": 0}, []
         for size, steps in legs:
-            loaders = [Loader(shards(str(folder), **RUN).train, 12, rank, size, prefetch=0) for rank in range(size)]
+            loaders = [Loader(shards(str(folder), run=RUN).train, 12, rank, size, prefetch=0) for rank in range(size)]
             for loader in loaders:
                 loader.load_state_dict(state)
             for _ in range(steps):
@@ -94,14 +97,16 @@ def test_other_data_have_other_content(folder, tmp_path):
     preparation.prepare(tmp_path / "same", "files", settings, None, 300, 200)
     preparation.prepare(tmp_path / "less", "files", settings, 2001, 300, 500)
     preparation.prepare(tmp_path / "lesser", "files", settings, 2000, 300, 500)
-    content = {name: shards(str(tmp_path / name), **RUN).facts["content"] for name in ("out", "less", "lesser", "same")}
+    content = {
+        name: shards(str(tmp_path / name), run=RUN).facts["content"] for name in ("out", "less", "lesser", "same")
+    }
     assert len({content["out"], content["less"], content["lesser"]}) == 3
-    assert shards(str(folder), **RUN | {"valid_tokens": 50}).facts["content"] == content["out"]
+    assert shards(str(folder), run=replace(RUN, valid_tokens=50)).facts["content"] == content["out"]
 
 
 def test_modded_nanogpt_folders_are_read_as_they_are(nanogpt):
     folder, ids, tokenizer = nanogpt
-    data = shards(str(folder), tokenizer, **RUN)
+    data = shards(str(folder), tokenizer, run=RUN)
     np.testing.assert_array_equal(data.valid, ids[:101])
     assert data.train.rows == (2400 - 1) // 20 and data.unigram_loss is None
     train = ids[500:2900]
@@ -109,31 +114,31 @@ def test_modded_nanogpt_folders_are_read_as_they_are(nanogpt):
     assert sorted(data.train.take(range(data.train.rows)).tolist()) == expected
     before = data.facts["content"]
     write(folder / "fineweb_train_000003.bin", ids[:800])
-    assert shards(str(folder), tokenizer, **RUN).facts["content"] != before
+    assert shards(str(folder), tokenizer, run=RUN).facts["content"] != before
 
 
 def test_modded_nanogpt_folders_name_no_tokenizer(nanogpt):
     folder, _, tokenizer = nanogpt
     with pytest.raises(ValueError, match=r"give data\.tokenizer, such as gpt2"):
-        shards(str(folder), **RUN)
+        shards(str(folder), run=RUN)
     with pytest.raises(ValueError, match=r"257 entries but model\.vocab_size is 256"):
-        shards(str(folder), tokenizer, **RUN | {"vocab_size": 256})
+        shards(str(folder), tokenizer, run=replace(RUN, vocab_size=256))
     write(folder / "fineweb_train_000002.bin", [5, 50256, 7])
     with pytest.raises(ValueError, match=r"fineweb_train_000002\.bin holds id 50256, but .* only 257 entries"):
-        shards(str(folder), tokenizer, **RUN)
+        shards(str(folder), tokenizer, run=RUN)
     write(folder / "fineweb_train_000002.bin", [5, 6, 7], "<u4")
     with pytest.raises(ValueError, match=r"fineweb_train_000002\.bin holds uint32, but .* takes uint16"):
-        shards(str(folder), tokenizer, **RUN)
+        shards(str(folder), tokenizer, run=RUN)
     for path in folder.glob("*val*"):
         path.unlink()
     with pytest.raises(ValueError, match=r"neither an index\.json nor files \*val\*\.bin"):
-        shards(str(folder), tokenizer, **RUN)
+        shards(str(folder), tokenizer, run=RUN)
 
 
 def test_few_held_out_tokens_are_said(nanogpt):
     folder, _, tokenizer = nanogpt
     said = []
-    data = shards(str(folder), tokenizer, **RUN | {"valid_tokens": 5000}, progress=said.append)
+    data = shards(str(folder), tokenizer, run=replace(RUN, valid_tokens=5000, progress=said.append))
     assert len(data.valid) == 500 and "499 tokens are held out, fewer than valid_tokens=5000" in said[0]
 
 
@@ -182,18 +187,18 @@ AGAIN = ": copy it again, or prepare the shards again$"
 def test_damage_is_named(folder, damage, message):
     damage(folder / "train_000002.bin")
     with pytest.raises(ValueError, match=message):
-        shards(str(folder), **RUN)
+        shards(str(folder), run=RUN)
 
 
 def test_another_tokenizer_is_refused(folder, tmp_path):
     (tmp_path / "other.json").write_text(word_tokenizer_json("</s>"))
     with pytest.raises(ValueError, match=r"made by tokenizer .* not by data\.tokenizer=.*other\.json"):
-        shards(str(folder), str(tmp_path / "other.json"), **RUN)
-    assert shards(str(folder), str(tmp_path / "tokenizer.json"), **RUN).facts["vocabulary"] == 257
+        shards(str(folder), str(tmp_path / "other.json"), run=RUN)
+    assert shards(str(folder), str(tmp_path / "tokenizer.json"), run=RUN).facts["vocabulary"] == 257
     with pytest.raises(ValueError, match=r"data\.path=.*nowhere is not there: give the folder"):
-        shards(str(tmp_path / "nowhere"), **RUN)
+        shards(str(tmp_path / "nowhere"), run=RUN)
     with pytest.raises(ValueError, match=r"data\.path=.*other\.json is a file: give the folder"):
-        shards(str(tmp_path / "other.json"), **RUN)
+        shards(str(tmp_path / "other.json"), run=RUN)
 
 
 def test_100_gigabytes_open_and_sample_at_once(nanogpt):
@@ -205,10 +210,10 @@ def test_100_gigabytes_open_and_sample_at_once(nanogpt):
     with (folder / "fineweb_train_000002.bin").open("wb") as file:
         file.write(header.tobytes())
         file.truncate(1024 + 2 * count)
-    shards(str(folder), tokenizer, **RUN)  # what is imported on the way does not count
+    shards(str(folder), tokenizer, run=RUN)  # what is imported on the way does not count
     tracemalloc.start()
     begin = time.perf_counter()
-    data = shards(str(folder), tokenizer, **RUN | {"seq_len": 1024})
+    data = shards(str(folder), tokenizer, run=replace(RUN, seq_len=1024))
     rows = data.train.take(range(10**7, 10**7 + 256))
     seconds, peak = time.perf_counter() - begin, tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
