@@ -1,161 +1,182 @@
-"""Runs as they are kept with the code, in a folder that reports read: what was set, measured and trained, no weights.
+"""Archiving: the runs of an experiment that ended are copied to archives, which are kept with the code.
 
-    config.yaml, manifest.json    without what is of the machine: see `plain_config` and `plain_manifest`
-    metrics.jsonl, status.json    as they are
-    analysis/*.jsonl              as they are, where there are any
-
-metrics.jsonl is neither thinned nor rounded: means over training losses and smoothed curves would be others. torch is
-not loaded.
+An archive (`muown_train.runs.archive_files`) keeps what was set, measured and trained. It keeps no weights, and nothing
+that belongs to the machine: see `remove_places_from_config` and `remove_places_from_manifest`. torch is not loaded.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from muown_train.config.run_name import defines_run
-from muown_train.experiments.grid import Experiment
-from muown_train.experiments.progress import Found, progress
-from muown_train.runs.record import leaves, read_config
-from muown_train.runtime.atomic_files import replace, whole_folder
+from muown_train.experiments.grid import Grid
+from muown_train.experiments.progress import GridPointStatus, same_settings
+from muown_train.runs.archive_files import ArchivedRun, RunArchive, list_archives
+from muown_train.runs.record import (
+    RunRecord,
+    get_defining_settings,
+    list_settings,
+    read_archived_runs,
+    read_config,
+    read_stored_config,
+)
 
-_OF_MACHINE = ("out", "cache", "name")
-_MEASURED = ("probes",)
-_COPIED = ("metrics.jsonl", "status.json")
-# where a value begins: alone, after `key=`, in a list, in quotes; a path ends with the value
+_MACHINE_KEYS = ("out", "cache", "name", "tracking")
+# matches an absolute path from where a value may begin (alone, after `key=`, in a list, in quotes) to the value's end
 _ABSOLUTE = re.compile(r"(^|[=\[({,'\"]\s*)/+[^,'\"\[\](){}]*")
 
 
-def archive_experiment(experiment: Experiment, found: Sequence[Found], archive: Path) -> Iterator[tuple[Found, str]]:
-    """Archive what is done or diverged.
+def archive_experiment(
+    grid: Grid, statuses: Sequence[GridPointStatus], folder: Path
+) -> list[tuple[GridPointStatus, str]]:
+    """Archive the runs of an experiment that are done or diverged.
 
-    A run that the archive has already, under whatever name, is kept there. Another goes to ARCHIVE/NAME, or to
-    ARCHIVE/EXPERIMENT/NAME where NAME is taken by a run with other settings, or one that measured other things.
+    A run that an archive in the folder holds already, whatever its name there, is brought up to date. Another goes to
+    the archive of the experiment.
 
     Args:
-        found: runs outside of the archive, of `progress`.
+        statuses: runs outside of the archives, as `read_progress` returns them.
+        folder: of the archives.
 
-    Yields:
+    Returns:
         Each such run, with what has been done.
 
     Raises:
-        ValueError: the archive has another run of the same settings; said before anything is written.
-        OSError: it cannot be written.
-    """
-    ended = [each for each in found if each.state in ("done", "diverged")]
-    # one that measures itself is no copy of one that does not
-    telling = dataclasses.replace(experiment, same=(*experiment.same, *_MEASURED))
-    cells = [dataclasses.replace(e.cell, config={**e.cell.config, **_measuring(e)}) for e in ended]
-    there = [each.folder if each.run else None for each in progress(telling, cells, str(archive))]
-    places = []
-    for each, place in zip(ended, there, strict=True):
-        flat = archive / each.folder.name
-        own = archive / experiment.folder / each.folder.name
-        places.append(place or (own if flat.exists() else flat))
-        refuse_other(each.folder, places[-1])
-    for each, place in zip(ended, places, strict=True):
-        yield each, archive_run(each.folder, place)
-
-
-def _measuring(found: Found) -> dict[str, Any]:
-    """What a run measures, which need not be what was asked for."""
-    return {key: found.run.config.get(key) for key in _MEASURED} if found.run else {}
-
-
-def archive_run(run: Path, destination: Path) -> str:
-    """Bring an archived run up to its folder; whole or not at all where it is new.
-
-    Args:
-        destination: its folder in the archive, there or not.
-
-    Returns:
-        What has been done, in words.
-
-    Raises:
-        ValueError: `refuse_other`; NoRun where `run` is none.
+        ValueError: an archive has another run of the same settings; nothing has been written then.
         OSError: a file cannot be read or written.
     """
-    refuse_other(run, destination)
-    files = archived_files(run, destination.name)
-    if not destination.exists():
-        with whole_folder(destination, lambda folder: refuse_other(run, folder)) as folder:
-            for name, content in files.items():
-                (folder / name).parent.mkdir(exist_ok=True)
-                (folder / name).write_bytes(content)
-        destination.with_name(f".{destination.name}.lock").unlink(missing_ok=True)  # would be committed
-        return "archived"
-    changed = [name for name, content in files.items() if _content(destination / name) != content]
-    for name in changed:
-        (destination / name).parent.mkdir(exist_ok=True)
-        replace(destination / name, files[name])
-    return f"brought up to date: {', '.join(changed)}" if changed else "there already"
+    ended = [(each, each.run) for each in statuses if each.run and each.state in ("done", "diverged")]
+    if not ended:
+        return []
+    own = folder / grid.folder
+    results, updates = [], dict[Path, dict[str, ArchivedRun]]()
+    with _lock(folder):
+        archives = {archive.path: archive for archive in (RunArchive(own), *list_archives(folder))}
+        archived = read_archived_runs(folder)
+        taken = {run.folder for run in archived}
+        for each, run in ended:
+            same = next((other for other in archived if _is_same_run(other, run, grid.same)), None)
+            place = same.folder if same else _choose_free_place(own / run.name, taken)
+            taken.add(place)
+            record, outcome = collect_run(run.folder, place.name), "archived"
+            if same:
+                record, changes = _update_record(archives[place.parent].get(place.name), record, place, run.folder)
+                outcome = f"brought up to date: {', '.join(changes)}" if changes else "there already"
+            if not same or changes:
+                updates.setdefault(place.parent, {})[place.name] = record
+            results.append((each, outcome))
+        for path, records in updates.items():
+            archives[path].write(records)
+    return results
 
 
-def refuse_other(run: Path, destination: Path) -> None:
-    """Error if an archived run is another than that in a folder: what they measured in training differs.
+def _is_same_run(archived: RunRecord, run: RunRecord, same: Sequence[str]) -> bool:
+    """Return whether an archived run has the settings of another; a run with probes is no copy of one without."""
+    one, other = (
+        get_defining_settings(record.config) | {key: record.config.get(key) for key in (*same, "probes")}
+        for record in (archived, run)
+    )
+    return archived.seed == run.seed and same_settings(one, other)
+
+
+def _choose_free_place(place: Path, taken: Container[Path]) -> Path:
+    """Return the place of a new run, with a number behind its name where a run with other settings has that name."""
+    numbered = (place.with_name(f"{place.name}-{number}") for number in itertools.count(2))
+    return next(free for free in itertools.chain([place], numbered) if free not in taken)
+
+
+def _update_record(old: ArchivedRun, new: ArchivedRun, place: Path, folder: Path) -> tuple[ArchivedRun, list[str]]:
+    """Return the updated record of an archived run, and what has changed; analysis that the archive alone has stays.
 
     Raises:
-        ValueError: it is.
+        ValueError: their metrics differ, so these are two runs of the same settings.
     """
-    if destination.exists() and _content(destination / _COPIED[0]) != _content(run / _COPIED[0]):
+    if old.files.get("metrics.jsonl") != new.files["metrics.jsonl"]:
         raise ValueError(
-            f"{destination} has other metrics than {run}: remove the one of them that is not to be kept, or rename it"
+            f"{place} has other metrics than {folder}, with the same settings: move the folder away to keep the "
+            f"archived run, or delete {place.name} from {place.parent}.json to replace it"
         )
+    return dataclasses.replace(new, files=old.files | new.files), old.list_changes(new)
 
 
-def archived_files(run: Path, name: str) -> dict[str, bytes]:
-    """What an archived run of that name consists of, by path in its folder.
+def collect_run(folder: Path, name: str) -> ArchivedRun:
+    """Read from a run's folder what an archive keeps of it.
+
+    Args:
+        name: of the run in the archive.
 
     Raises:
-        NoRun: no config.yaml can be read.
-        OSError, ValueError: another file cannot be.
+        NoRun: its config.yaml cannot be read.
+        OSError, ValueError: another file cannot be read.
     """
-    files = {"config.yaml": OmegaConf.to_yaml(OmegaConf.create(plain_config(read_config(run), name))).encode()}
-    manifest = json.loads((run / "manifest.json").read_text())
-    files["manifest.json"] = (json.dumps(plain_manifest(manifest), indent=1) + "\n").encode()
-    copied = [run / each for each in _COPIED] + sorted((run / "analysis").glob("*.jsonl"))
-    return files | {path.relative_to(run).as_posix(): path.read_bytes() for path in copied}
+    paths = [folder / "metrics.jsonl", *sorted((folder / "analysis").glob("*.jsonl"))]
+    return ArchivedRun(
+        remove_places_from_config(read_stored_config(folder), name),
+        remove_places_from_manifest(json.loads((folder / "manifest.json").read_text())),
+        json.loads((folder / "status.json").read_text()),
+        {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths},
+    )
 
 
-def plain_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Without places: out, cache, name and tracking are neutral, absolute paths elsewhere their last names.
+def remove_places_from_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a configuration without places of the machine.
 
-    What defines the run stays, paths too: it would be another run otherwise.
+    `out`, `cache`, `name` and `tracking` become neutral, and absolute paths elsewhere are cut to their last names.
+    Settings that define the run stay as they are, paths too: it would be another run otherwise.
     """
     neutral = {"out": "runs", "cache": None, "name": name, "tracking": None}
-    plain = {key: value if defines_run(key) else without_places(value) for key, value in config.items()}
+    plain = {key: value if defines_run(key) else cut_absolute_paths(value) for key, value in config.items()}
     return plain | {key: value for key, value in neutral.items() if key in config}
 
 
-def plain_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the words of out, cache, name and tracking in its command; absolute paths are their last names.
+def remove_places_from_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest without places of the machine.
 
-    Names of machines are in no manifest. Device, versions and number of threads stay: they say what was measured.
+    Its command loses the words of `out`, `cache`, `name` and `tracking`, and absolute paths are cut to their last
+    names. A manifest never names machines. Device, versions and number of threads stay: they say what was measured.
     """
-    plain = {key: without_places(value) for key, value in manifest.items()}
-    keys = tuple(f"{key}{end}" for key in (*_OF_MACHINE, "tracking") for end in "=.")
+    plain = {key: cut_absolute_paths(value) for key, value in manifest.items()}
+    keys = tuple(f"{key}{end}" for key in _MACHINE_KEYS for end in "=.")
     return plain | {"command": [word for word in plain.get("command", []) if not word.lstrip("+").startswith(keys)]}
 
 
-def without_places(value: Any) -> Any:
-    """A copy of nested values in whose texts absolute paths are their last names."""
+def cut_absolute_paths(value: Any) -> Any:
+    """Return a copy of nested values in whose texts only the last names of absolute paths are left."""
     if isinstance(value, str):
-        return _ABSOLUTE.sub(lambda found: found[1] + os.path.basename(found[0].rstrip("/ ")), value)
+        return _ABSOLUTE.sub(lambda match: match[1] + os.path.basename(match[0].rstrip("/ ")), value)
     if isinstance(value, Mapping):
-        return {key: without_places(item) for key, item in value.items()}
-    return [without_places(item) for item in value] if isinstance(value, list) else value
+        return {key: cut_absolute_paths(item) for key, item in value.items()}
+    return [cut_absolute_paths(item) for item in value] if isinstance(value, list) else value
 
 
-def places_that_stay(run: Path) -> list[str]:
-    """Settings, as KEY=VALUE, with absolute paths that cannot be left out since they define the run."""
-    settings = leaves(read_config(run))
-    return [f"{key}={value}" for key, value in settings if defines_run(key) and without_places(value) != value]
+def list_kept_places(folder: Path) -> list[str]:
+    """Return the settings, as KEY=VALUE, whose absolute paths an archive keeps since they define the run."""
+    settings = list_settings(read_config(folder))
+    return [f"{key}={value}" for key, value in settings if defines_run(key) and cut_absolute_paths(value) != value]
 
 
-def _content(path: Path) -> bytes | None:
-    return path.read_bytes() if path.exists() else None
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Keep other processes from changing the archives in a folder, whose changes would be lost.
+
+    Raises:
+        ValueError: another process is changing them.
+    """
+    from filelock import FileLock, Timeout  # not where archives are read alone
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ".lock"
+    try:
+        with FileLock(path, timeout=0):
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)  # it would be committed
+    except Timeout:
+        raise ValueError(f"another process archives runs to {folder}: wait for it and repeat the command") from None

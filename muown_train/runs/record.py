@@ -1,66 +1,79 @@
-"""Runs as tables and figures read them, from config.yaml, manifest.json, status.json and metrics.jsonl alone.
+"""Records of runs, as tables and figures read them: settings, manifest, state and metrics.
 
-Nothing in a run's folder is changed, and it may still be training. torch is not loaded.
+A record is read from a run's folder (config.yaml, manifest.json, status.json and metrics.jsonl), which may still be in
+training, or from an archive of runs (`archive_files`). Nothing is changed, and torch is not loaded.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import yaml
 
-from muown_train.config.compose import DATA_IDENTITY, defines_run, dotted
-from muown_train.runs.metrics import read_metrics
+from muown_train.config.compose import flatten
+from muown_train.config.renamed_names import update_stored_config
+from muown_train.config.resume_check import DATA_IDENTITY
+from muown_train.config.run_name import defines_run
+from muown_train.runs.archive_files import RunArchive, list_archives
+from muown_train.runs.metrics import Line, parse_metrics
 from muown_train.runs.status import read_status
 from muown_train.runtime.atomic_files import read_json
 
-SMOOTHED = 0.02  # part of a run's updates that a smoothed training loss is the mean over
+SMOOTHED = 0.02  # share of a run's steps over which a smoothed training loss is averaged
+ABSENT = "—"  # stands in tables for a value that there is not
 
-Settings = dict[str, Any]  # by dotted key, such as optim.lr
-# settings that some runs are older than: how the names of their targets end, and the default
-_LATER = {"model.init_std": ("GPT", 0.02), "optim.magnitude_lr_scale": ("Muown", 1.0)}
-Series = tuple[np.ndarray, np.ndarray]  # two of float64 (N,)
+# settings that older runs lack: the end of the `_target_` they belong to, and the default that those runs used
+_ADDED_LATER = {"model.init_std": ("GPT", 0.02), "optim.magnitude_lr_scale": ("Muown", 1.0)}
+_TAIL_BYTES = 10_000  # of metrics.jsonl, which usually hold the last value of every key
+_YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf's own takes a tenth of a second for a file
 
-
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """YAML as OmegaConf reads it (1e-3 is a number), in a twentieth of the time: an archive has a hundred runs."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"), list("-+.0123456789")
-)
+Series = tuple[np.ndarray, np.ndarray]  # two arrays of float64 (N,)
 
 
 class NoRun(ValueError):
-    """A folder that is no run's."""
+    """The error for a path that is no run's."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is known about a run."""
+    """The record of one run, in its own folder or in an archive."""
 
-    folder: Path
-    config: dict[str, Any]  # resolved
+    folder: Path  # ARCHIVE/NAME for a run in an archive, where there is no such folder
+    config: dict[str, Any]  # resolved, with today's names of settings
     manifest: dict[str, Any]
     status: dict[str, Any]
+    archive: RunArchive | None = None
 
     @cached_property
     def columns(self) -> dict[str, Series]:
-        """Key of metrics.jsonl -> numbers of its lines, values; a NaN there is one that was met."""
-        return _columns(self.folder / "metrics.jsonl")
+        """The numbers of metrics.jsonl: for each key the indices of the lines that have it, and its values.
+
+        A NaN among the values is one that the run met and wrote.
+        """
+        return _collect_columns(self.read_lines("metrics.jsonl"))
 
     @cached_property
-    def _end(self) -> dict[str, Series]:
-        """The same of its end, which is all that a list of many runs needs."""
-        return _columns(self.folder / "metrics.jsonl", last=10_000)
+    def _tail(self) -> dict[str, Series]:
+        """The columns of the end of metrics.jsonl, which is all that a list of many runs needs."""
+        return _collect_columns(self.read_lines("metrics.jsonl", _TAIL_BYTES))
+
+    def read_lines(self, path: str, last: int | None = None) -> list[Line]:
+        """Return the lines of a file of the run, or those in its last `last` bytes; [] if it has no such file.
+
+        Args:
+            path: relative to the run's folder, such as metrics.jsonl or analysis/spectral.jsonl.
+        """
+        try:
+            with self._open(path) as file:
+                return parse_metrics(file, last)
+        except FileNotFoundError:
+            return []
+
+    def _open(self, path: str) -> BinaryIO:
+        return self.archive.open_file(self.name, path) if self.archive else (self.folder / path).open("rb")
 
     @property
     def name(self) -> str:
@@ -72,34 +85,37 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """finished, diverged, running (or cut off), stopped, failed, damaged, or unknown."""
+        """The state: finished, diverged, running (or cut off), stopped, failed, damaged, or unknown."""
         return "damaged" if self.damage else str(self.status.get("state", "unknown"))
 
     @cached_property
     def damage(self) -> str | None:
-        """Why the numbers of a run that has ended are not what it came to."""
+        """The reason why the numbers of a run that has ended are not its final ones; None if they are."""
         ended, step = self.status.get("state") in ("finished", "diverged"), self.status.get("step")
         if not ended or not isinstance(step, int) or step == self.step:
             return None
-        return f"metrics.jsonl ends at update {self.step:,}, the run at update {step:,}"
+        return f"metrics.jsonl ends at step {self.step:,}, the run at step {step:,}"
 
     @cached_property
-    def settings(self) -> Settings:
-        """What makes this run another than others, but for the seed; `data (content)` and the like are facts."""
-        settings = settings_of(self.config)
+    def settings(self) -> dict[str, Any]:
+        """The settings, by dotted key, that tell this run from others, except the seed.
+
+        Keys such as `data (content)` are no settings: they identify the data that the run was trained on.
+        """
         data = self.manifest.get("data")
-        facts = data if isinstance(data, dict) else {}
-        return settings | {f"data ({key})": facts[key] for key in DATA_IDENTITY if key in facts}
+        metadata = data if isinstance(data, dict) else {}
+        identity = {f"data ({key})": metadata[key] for key in DATA_IDENTITY if key in metadata}
+        return get_defining_settings(self.config) | identity
 
     def series(self, key: str, against: str = "step") -> Series:
-        """The lines that have both.
+        """Return the values of a key together with those of another, from the lines that have both.
 
         Args:
             key: of metrics.jsonl, such as `valid/loss`.
             against: step, tokens, or time (seconds of training, without evaluation and saving).
 
         Returns:
-            `against` and `key`, float64 (N,) each; N is 0 where no line has them.
+            `against` and `key`, float64 (N,) each; N is 0 where no line has both.
         """
         if key not in self.columns or against not in self.columns:
             return np.empty(0), np.empty(0)
@@ -108,18 +124,18 @@ class RunRecord:
         return x[in_x], y[in_y]
 
     def last(self, key: str) -> float | None:
-        """The last value, if there is one."""
-        columns = self._end if key in self._end else self.columns
+        """Return the last value of a key, or None if no line has it."""
+        columns = self._tail if key in self._tail else self.columns
         return float(columns[key][1][-1]) if key in columns else None
 
     @property
     def step(self) -> int:
-        """Updates done."""
+        """The number of steps done."""
         return int(self.last("step") or 0)
 
     @property
     def steps(self) -> int | None:
-        """Updates that the budget pays for."""
+        """The number of steps that the budget pays for."""
         steps = self.status.get("steps")
         return steps if isinstance(steps, int) else None
 
@@ -131,66 +147,93 @@ class RunRecord:
 
     @property
     def step_times(self) -> np.ndarray:
-        """Seconds of an update, float64 (N,): means between log boundaries, without evaluation and saving."""
+        """Seconds per step, float64 (N,): means between log boundaries, without evaluation and saving."""
         _, speeds = self.series("system/tokens_per_second")
         return np.asarray(self.config.get("batch_tokens", np.nan) / speeds)
 
     @property
     def step_time(self) -> float | None:
-        """Their median."""
+        """The median of `step_times`."""
         return float(np.median(self.step_times)) if len(self.step_times) else None
 
     @property
     def largest_lr(self) -> float | None:
-        """Of the first group of parameters (matrices), with the schedule in it."""
+        """The largest scheduled learning rate of the first parameter group, that of matrices."""
         _, lrs = self.series("train/lr")
         return float(lrs.max()) if len(lrs) else None
 
     @property
     def device(self) -> str | None:
-        """Such as `4 x NVIDIA H100`."""
+        """The ranks and their device, such as `4 x NVIDIA H100`."""
         known = "ranks" in self.manifest and "device" in self.manifest
         return f"{self.manifest['ranks']} x {self.manifest['device']}" if known else None
 
     def smoothed_training_loss(self, against: str = "step") -> Series:
-        """Means over SMOOTHED of the updates so far, the loss of an update in the middle; at the ends over fewer.
+        """Return centred means of the training loss over SMOOTHED of the steps so far; at the ends over fewer.
 
-        Losses that are no numbers, of updates that were skipped, do not count.
+        Losses that are no numbers, those of skipped steps, do not count.
         """
         x, loss = self.series("train/loss", against)
-        there = np.isfinite(loss)
-        x, loss = x[there], loss[there]
+        finite = np.isfinite(loss)
+        x, loss = x[finite], loss[finite]
         return x, moving_mean(loss, max(1, round(SMOOTHED * len(loss))))
 
     @property
     def training_loss(self) -> float | None:
-        """The mean over the last SMOOTHED of the updates, of those whose loss is a number."""
+        """The mean over the last SMOOTHED of the steps whose loss is a number."""
         _, loss = self.series("train/loss")
         loss = loss[np.isfinite(loss)]
         return float(loss[-max(1, round(SMOOTHED * len(loss))) :].mean()) if len(loss) else None
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """What a run's folder says. Broken lines of metrics.jsonl are left out, and a missing file says nothing.
+    """Return the record of a run in a folder, or in an archive (ARCHIVE/NAME).
+
+    Broken lines of metrics.jsonl are left out; a missing file counts as empty.
 
     Raises:
-        NoRun: there is no such folder, or no config.yaml in it that can be read.
+        NoRun: there is no such run, or its config.yaml cannot be read.
     """
     folder = Path(folder)
+    archive = RunArchive(folder.parent)
+    if not folder.exists() and folder.name in archive.entries:
+        return _make_archived_record(archive, folder.name)
     return RunRecord(folder, read_config(folder), read_json(folder / "manifest.json"), read_status(folder))
 
 
+def read_archived_runs(folder: Path) -> list[RunRecord]:
+    """Return the records of all runs in the archives of a folder."""
+    return [_make_archived_record(archive, name) for archive in list_archives(folder) for name in archive.entries]
+
+
+def _make_archived_record(archive: RunArchive, name: str) -> RunRecord:
+    entry = archive.entries[name]
+    config = update_stored_config(entry["config"])
+    return RunRecord(archive.path / name, config, entry["manifest"], entry["status"], archive)
+
+
 def read_config(folder: Path) -> dict[str, Any]:
-    """The resolved configuration of the run in a folder.
+    """Return the resolved configuration of the run in a folder, with today's names of settings.
+
+    Raises:
+        NoRun: see `read_run`.
+    """
+    return update_stored_config(read_stored_config(folder))
+
+
+def read_stored_config(folder: Path) -> dict[str, Any]:
+    """Return the resolved configuration of the run in a folder as it was written.
 
     Raises:
         NoRun: see `read_run`.
     """
     if not folder.is_dir():
-        raise NoRun(f"{folder} is no folder: give that of a run, such as runs/NAME")
+        runs = RunArchive(folder).entries
+        hint = f"holds {len(runs)} archived runs: give one, such as {folder / next(iter(runs))}" if runs else ""
+        raise NoRun(f"{folder} {hint or 'is no folder: give that of a run, such as runs/NAME'}")
     file = folder / "config.yaml"
     try:
-        config = _Loader(file.read_text()).get_single_data()
+        config = yaml.load(file.read_text(), _YamlLoader)
     except FileNotFoundError:
         hint = f": did you mean {folder}/*?" if any(folder.glob("*/config.yaml")) else ""
         raise NoRun(f"{folder} is no run's folder, it has no config.yaml{hint}") from None
@@ -203,41 +246,37 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _columns(metrics: Path, last: int | None = None) -> dict[str, Series]:
-    """The numbers of lines of metrics by key, of all or those in the last so many bytes.
-
-    Of a step that is there twice the last line counts.
-    """
-    lines = read_metrics(metrics, last) if metrics.exists() else []
+def _collect_columns(lines: Sequence[Line]) -> dict[str, Series]:
+    """Return the numbers of lines of metrics by key; of lines with the same step the last one counts."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     for at, line in enumerate({line["step"]: line for line in lines}.values()):
         for key, value in line.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
-                places, values = found.setdefault(key, ([], []))
-                places.append(at)
+                indices, values = found.setdefault(key, ([], []))
+                indices.append(at)
                 values.append(value)
-    return {key: (np.array(places), np.array(values, np.float64)) for key, (places, values) in found.items()}
+    return {key: (np.array(indices), np.array(values, np.float64)) for key, (indices, values) in found.items()}
 
 
-def leaves(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The values of a nested configuration with dotted keys; lists are values."""
-    return [(key, value) for key, value in dotted(config) if not isinstance(value, dict) or not value]
+def list_settings(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the dotted keys and values of a nested configuration; lists and empty sections are values."""
+    return [(key, value) for key, value in flatten(config) if not isinstance(value, dict) or not value]
 
 
-def settings_of(config: Mapping[str, Any]) -> Settings:
-    """What a resolved configuration says about a run that makes it another than others, but for the seed.
+def get_defining_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a resolved configuration that tell its run from others, except the seed.
 
-    Settings that were not there yet when it was written are what they are by default.
+    Settings that did not exist when the configuration was written have the values that the run used.
     """
-    settings = {key: value for key, value in leaves(config) if key != "seed" and defines_run(key)}
-    for key, (target, default) in _LATER.items():
+    settings = {key: value for key, value in list_settings(config) if key != "seed" and defines_run(key)}
+    for key, (target, default) in _ADDED_LATER.items():
         if str(settings.get(f"{key.partition('.')[0]}._target_")).endswith(target):
             settings.setdefault(key, default)
     return settings
 
 
 def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """(N,) means over `window` neighbours, the value itself in the middle; at the ends over those that there are."""
+    """Return the (N,) centred means over `window` neighbours; at the ends over the neighbours that there are."""
     before, after = (window - 1) // 2, window // 2
     sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
     at = np.arange(len(values))
@@ -246,27 +285,27 @@ def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Runs of one setting: they differ in the seed and in what does not define a run (`config.defines_run`) alone."""
+class RunGroup:
+    """Runs of one setting: they differ only in the seed and in what does not define a run (`defines_run`)."""
 
     runs: tuple[RunRecord, ...]  # at least one
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> dict[str, Any]:
         return self.runs[0].settings
 
     @property
     def finished(self) -> tuple[RunRecord, ...]:
-        """Those whose final numbers can be compared."""
+        """The runs whose final numbers can be compared."""
         return tuple(run for run in self.runs if run.state == "finished")
 
     def finals(self, key: str) -> list[float]:
-        """The last values of the runs that finished, of those that have one."""
+        """Return the last values of a key, one for each finished run that has it."""
         return [value for run in self.finished if (value := run.last(key)) is not None]
 
 
-def grouped(runs: Sequence[RunRecord]) -> list[Group]:
-    """Runs by setting, in the order of their first; in a group by seed."""
+def group_runs(runs: Sequence[RunRecord]) -> list[RunGroup]:
+    """Group runs by setting: groups in the order of their first run, the runs of a group in the order of seeds."""
     groups: list[list[RunRecord]] = []
     for run in runs:
         same = next((group for group in groups if group[0].settings == run.settings), None)
@@ -274,22 +313,19 @@ def grouped(runs: Sequence[RunRecord]) -> list[Group]:
             groups.append([run])
         else:
             same.append(run)
-    return [Group(tuple(sorted(group, key=lambda run: (str(run.seed).zfill(20), run.name)))) for group in groups]
+    return [RunGroup(tuple(sorted(group, key=lambda run: (str(run.seed).zfill(20), run.name)))) for group in groups]
 
 
-def differing(groups: Sequence[Group]) -> dict[str, list[Any]]:
-    """The settings that are not the same in all groups, each with its value in every group; ABSENT where it has none.
+def find_differing_settings(groups: Sequence[RunGroup]) -> dict[str, list[Any]]:
+    """Return the settings that differ between groups, each with its value in every group; ABSENT where it has none.
 
     Keys come in the order of the first configuration that has them.
     """
     keys = {key: None for group in groups for key in group.settings}
-    values = {key: [group.settings.get(key, ABSENT) for group in groups] for key in keys}
-    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+    by_key = {key: [group.settings.get(key, ABSENT) for group in groups] for key in keys}
+    return {key: values for key, values in by_key.items() if any(value != values[0] for value in values)}
 
 
-def machines(groups: Sequence[Group]) -> set[str]:
-    """On which kinds runs were trained, as far as is known."""
+def list_devices(groups: Sequence[RunGroup]) -> set[str]:
+    """Return the kinds of devices on which runs were trained, as far as they are known."""
     return {run.device for group in groups for run in group.runs if run.device}
-
-
-ABSENT = "—"
