@@ -34,7 +34,7 @@ from muown_train.training.divergence import DivergenceMonitor
 from muown_train.training.optimizers import build_optimizer
 from muown_train.training.run import Run, lock_folder
 from muown_train.training.schedule import build_schedule
-from muown_train.training.tracking.console import console
+from muown_train.training.tracking.console import ConsoleSink
 from muown_train.training.trainer import Trainer
 from muown_train.training.warm_start import read_initial_weights
 
@@ -125,7 +125,7 @@ def build_run(config: RunConfig, world: World, source: Source | None = None) -> 
     run = Run(config, folder, trainer, model, data, source and source.checkpoint, metadata={}, sinks=[], lock=None)
     if world.is_main:
         run.metadata = manifest.describe(model, optimizer, data.facts, settings, world, started) | {"origin": origin}
-        run.sinks = [sink for sink in (console(), tracking) if sink]
+        run.sinks = [sink for sink in (ConsoleSink(), tracking) if sink]
         run.lock = lock_folder(folder)
     return run
 

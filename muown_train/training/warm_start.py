@@ -1,10 +1,10 @@
-"""Weights that a run starts with: those of another run, of one of its checkpoints, or of a folder of transformers.
+"""Start a run with the weights of another run, of one of its checkpoints, or of a folder of transformers.
 
-Rows of the vocabulary that the model has and the source has not (an export cuts what no token uses) become the mean of
-those that there are (Hewitt 2021, "Initializing new word embeddings for pretrained language models"). Logits of the
-others stay what they are, and since a mean's exponential is at most the mean of exponentials, k such rows beside n
-take at most k / (n + k) of the probability: the loss rises by log(1 + k / n) or less, at every position. Rows of zeros,
-or of an initialisation, promise nothing of the kind: their logit is about 0, wherever those of the others are.
+Rows of the vocabulary that the model has and the source lacks (an export cuts rows that no token uses) become the mean
+of the source's rows (Hewitt 2021, "Initializing new word embeddings for pretrained language models"). The logits of
+the other rows stay as they are. Since the exponential of a mean is at most the mean of exponentials, k such rows beside
+n take at most k / (n + k) of the probability: the loss rises by log(1 + k / n) or less, at every position. Rows of
+zeros, or of an initialisation, guarantee no such bound: their logit is about 0, wherever those of the others are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,67 +20,74 @@ from muown_train.models.language_model import LanguageModel
 from muown_train.optim import parameter_roles
 from muown_train.runs.checkpoint import ModelState
 from muown_train.runs.checkpoint_reader import open_checkpoint
-from muown_train.runs.hf.folder import is_folder, read_folder
+from muown_train.runs.hf.folder import is_transformers_folder, read_transformers_folder
 
-# settings of a model that its function, on rows that both can take, does not depend on
+# On rows of tokens that both models can take, what a model computes does not depend on these settings.
 _MAY_DIFFER = ("vocab_size", "seq_len", "activation_checkpointing", "init_std")
 
 
 @dataclass
-class Start:
-    """What `init_from` names."""
+class InitialWeights:
+    """The model and the weights that `init_from` names."""
 
     path: str
     model: dict[str, Any]  # settings with `_target_`
     weights: dict[str, Tensor]  # by canonical name
     tokenizer_hash: str | None
-    facts: dict[str, Any]  # for the manifest: `path`, `step` of the source, rows `padded`
+    metadata: dict[str, Any]  # for the manifest: `path`, `step` of the source, `padded` rows
 
     def load_into(self, model: LanguageModel, settings: Mapping[str, Any], trust: Sequence[str] = ()) -> None:
-        """Give a model these weights.
+        """Copy these weights into a model.
 
         Args:
-            settings: of the model.
-            trust: see `factory`.
+            settings: the model's section of the configuration.
+            trust: see `bind_target`.
 
         Raises:
-            ValueError: it is another model.
+            ValueError: the weights are of another model.
         """
         if self.model.get("_target_") != settings["_target_"]:
             kinds = [str(target).rpartition(".")[2] for target in (self.model.get("_target_"), settings["_target_"])]
             raise ValueError(f"init_from={self.path} is a {kinds[0]}, this model is a {kinds[1]}")
-        # of the source only what it shares with this run is trusted
+        # The source may name no other target than this run does.
         theirs = list_settings(self.model, "model", trust=[settings["_target_"]])
         ours = list_settings(settings, "model", trust=trust)
         for key in (key for key in ours if key in theirs and key not in _MAY_DIFFER):
-            # what is null follows from other settings, and shapes tell of a difference
+            # A setting that is null follows from others; a difference in it shows in the shapes of weights.
             if None not in (theirs[key], ours[key]) and theirs[key] != ours[key]:
                 raise ValueError(f"init_from={self.path} has {key}={theirs[key]}, this run has model.{key}={ours[key]}")
-        weights = self._padded(model)
+        weights = self._pad_vocabulary(model)
         try:
             ModelState(model).load_state_dict(weights)
         except ValueError as error:
             raise ValueError(f"init_from={self.path} does not fit: {error}") from None
 
-    def _padded(self, model: LanguageModel) -> dict[str, Tensor]:
-        """The weights with as many rows of the vocabulary as the model has, the head's bias with them."""
+    def _pad_vocabulary(self, model: LanguageModel) -> dict[str, Tensor]:
+        """Return the weights with as many rows of the vocabulary as the model has, also in the head's bias."""
         weights, shapes = dict(self.weights), {name: p.shape for name, p in ModelState(model).parameters.items()}
         for name, (role, _) in parameter_roles(model).items():
             if role not in ("embedding", "head"):
                 continue
-            for of_vocabulary in (name, name.removesuffix("weight") + "bias"):
-                weight = weights.get(of_vocabulary)
-                if weight is None or of_vocabulary not in shapes or weight.ndim != len(shapes[of_vocabulary]):
+            for each in (name, name.removesuffix("weight") + "bias"):
+                weight = weights.get(each)
+                if weight is None or each not in shapes or weight.ndim != len(shapes[each]):
                     continue
-                rows = shapes[of_vocabulary][0] - weight.shape[0]
+                rows = shapes[each][0] - weight.shape[0]
                 if rows > 0:
                     mean = weight.double().mean(0, keepdim=True).to(weight.dtype)
-                    weights[of_vocabulary] = torch.cat([weight, mean.expand(rows, *weight.shape[1:])])
-                    self.facts["padded"] = rows
+                    weights[each] = torch.cat([weight, mean.expand(rows, *weight.shape[1:])])
+                    self.metadata["padded"] = rows
         return weights
 
-    def refuse_other_tokenizer(self, data: Mapping[str, Any]) -> None:
-        """Error if the rows of the vocabulary mean other tokens in this run's data, of which `data` are the facts."""
+    def check_tokenizer(self, data: Mapping[str, Any]) -> None:
+        """Refuse weights whose rows of the vocabulary stand for other tokens than this run's data.
+
+        Args:
+            data: the metadata of the data.
+
+        Raises:
+            ValueError: the tokenizers differ.
+        """
         if self.tokenizer_hash not in (None, data["tokenizer_hash"]):
             raise ValueError(
                 f"init_from={self.path} was trained with another tokenizer than that of the data, {data['tokenizer']}: "
@@ -88,20 +95,22 @@ class Start:
             )
 
 
-def read_start(path: str) -> Start:
-    """Read what `init_from` names: a run's folder, that of a checkpoint, or one of transformers.
+def read_initial_weights(path: str) -> InitialWeights:
+    """Read the weights that `init_from` names: a folder of a run, of a checkpoint, or of transformers.
 
     Raises:
-        ValueError: it is none of these, or no whole one.
+        ValueError: the path is none of these, or is incomplete.
     """
-    place = Path(path).expanduser()
+    folder = Path(path).expanduser()
     try:
-        if is_folder(place):
-            theirs = read_folder(place)
-            facts = {"path": path, "step": theirs.origin.get("step"), "padded": 0}
-            return Start(path, theirs.model, theirs.weights, theirs.tokenizer_hash, facts)
-        opened = open_checkpoint(place)
+        if is_transformers_folder(folder):
+            source = read_transformers_folder(folder)
+            metadata = {"path": path, "step": source.origin.get("step"), "padded": 0}
+            return InitialWeights(path, source.model, source.weights, source.tokenizer_hash, metadata)
+        opened = open_checkpoint(folder)
     except ValueError as error:
         raise ValueError(f"init_from={path}: {error}") from None
-    facts = {"path": path, "step": opened.step, "padded": 0}
-    return Start(path, opened.config["model"], opened.weights(), opened.data.get("tokenizer_hash"), facts)
+    metadata = {"path": path, "step": opened.step, "padded": 0}
+    return InitialWeights(
+        path, opened.config["model"], opened.load_weights(), opened.data.get("tokenizer_hash"), metadata
+    )

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 
 from muown_train.runs import metrics as records
 from muown_train.runs.metrics import Metrics, read_metrics
-from muown_train.runtime.formatting import format_duration, format_speed
-from muown_train.training.tracking.console import LiveConsole, PlainConsole, describe
 
 
 def some_lines(first: int, last: int) -> list[dict]:
@@ -214,76 +212,3 @@ def test_events_are_never_taken_back_and_never_stop_the_run(tmp_path):
     events = [json.loads(text) for text in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(event["kind"], event["step"]) for event in events] == [("skipped update", 5), ("rollback", 6)]
     assert events[0]["train/grad_norm"] == "inf"
-
-
-def test_plain_console_prints_now_and_then(capsys):
-    sink = PlainConsole(every=1e9)
-    sink.start(None, {}, 300)
-    sink.lines([{"step": 1, "train/loss": 3.0}, {"step": 2, "train/loss": 2.0}])
-    sink.lines([{"step": 3, "train/loss": 1.5}])
-    sink.lines([{"step": 4, "train/loss": 1.0, "valid/loss": 1.25, "valid/perplexity": math.exp(1.25)}])
-    sink.lines([{"step": 5, "train/loss": 1.0, "train/skipped": True}, {"step": 6, "train/loss": 1.0}])
-    sink.lines([{"step": 9, "train/loss": math.nan, "train/skipped": True, "train/skipped_updates": 3}])
-    sink.lines([{"step": 4, "train/loss": 1.0, "train/rolled_back": True}])
-    out = capsys.readouterr().out.splitlines()
-    assert out == [
-        "step   2/300  loss 2.0000",
-        "step   4/300  loss 1.0000  validation loss 1.2500 (perplexity 3.49)",
-        "step   9/300  loss nan  3 UPDATES SKIPPED: gradients not finite",
-        "step   4/300  loss 1.0000  ROLLED BACK",
-    ]
-
-
-USUAL = {
-    "step": 4990,
-    "tokens": 2_000_000_000,
-    "train/loss": 10.8249,
-    "train/lr": 4e-3,
-    "train/grad_norm": 1.269,
-    "data/hash": "0123456789abcdef",
-    "system/tokens_per_second": 1_234_567.8,
-    "system/mfu": 0.412,
-    "system/seconds_left": 36_000 + 59 * 60,
-}
-EVALUATED = USUAL | {"valid/loss": 10.8312, "valid/perplexity": 50574.12}
-
-
-@pytest.mark.parametrize("news", [{}, {"train/skipped_updates": 10}, {"train/rolled_back": True}])
-@pytest.mark.parametrize("line", [USUAL, EVALUATED])
-def test_usual_lines_fit_100_columns(line, news):
-    text = describe(line | news, 10_000)
-    assert len(text) <= 100 + ("valid/loss" in line and 40 * len(news))
-    assert "loss 10.8249" in text and text.endswith("  10h59m left")
-    assert ("1.235M tokens/s  MFU 41%" in text) == (line is USUAL and not news)
-
-
-@pytest.mark.parametrize("width", [80, 60, 40])
-def test_the_live_line_never_wraps_and_news_scroll_up(width, monkeypatch):
-    from rich.console import Console
-
-    screen = io.StringIO()
-    terminal = Console(file=screen, width=width, height=20, force_terminal=True, color_system=None)
-    monkeypatch.setattr("rich.progress.get_console", lambda: terminal)
-    sink = LiveConsole()
-    sink.start(None, {}, 10_000)
-    sink.lines([USUAL])
-    live = io.StringIO()
-    Console(file=live, width=width).print(sink.progress.get_renderable())
-    assert live.getvalue().count("\n") == 1
-    assert width < 80 or live.getvalue().endswith("left 10h59m\n")
-    sink.lines([EVALUATED | {"train/skipped_updates": 1}, USUAL | {"step": 4991, "train/diverged": True}])
-    sink.finish({})
-    said = " ".join(screen.getvalue().split())
-    assert "1 UPDATE SKIPPED" in said and "(perplexity 50574.12)" in said and "DIVERGED" in said
-
-
-def test_numbers_for_people():
-    assert [format_duration(s) for s in (5, 90, 3700)] == ["5s", "1m30s", "1h01m"]
-    assert [format_speed(r) for r in (12.3, 45_678.9, 999_999.4, 999_999.6)] == [
-        "12 tokens/s",
-        "45,679 tokens/s",
-        "999,999 tokens/s",
-        "1.000M tokens/s",
-    ]
-    line = {"step": 7, "train/loss": 1.0, "train/lr": 0.004, "system/mfu": 0.5, "system/seconds_left": 61}
-    assert describe(line, 10) == "step  7/10  loss 1.0000  lr 4.00e-03  MFU 50%  1m01s left"

@@ -27,13 +27,13 @@ def test_matrices_and_the_rest_take_them_from_the_command_line(optim, corpus, tm
     patterns = "{blocks.*.mlp.out.weight:{lr:0.25},norm.weight:{weight_decay:0.125}}"
     run = built(corpus, tmp_path, f"optim={optim}", f"optim.patterns={patterns}")
     run.close()
-    of = {name: group for group in run.facts["groups"] for name in group["parameters"]}
+    of = {name: group for group in run.metadata["groups"] for name in group["parameters"]}
     assert len(of) == len(list(run.model.parameters()))
     for name, group in of.items():
         assert (group["lr"] == 0.25) == name.endswith("mlp.out.weight")
         assert (group["weight_decay"] == 0.125) == (name == "norm.weight")
     assert of["norm.weight"]["patterns"] == {"norm.weight": {"weight_decay": 0.125}}
-    assert groups(run.trainer.optimizer) == run.facts["groups"]
+    assert groups(run.trainer.optimizer) == run.metadata["groups"]
 
 
 @pytest.mark.parametrize(

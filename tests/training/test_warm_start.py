@@ -6,22 +6,21 @@ import shutil
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
+from muown_train.config.compose import load_config
 from muown_train.config.run_name import default_run_name
-from muown_train.config.schema import top_level
+from muown_train.models.language_model import build_model
 from muown_train.runs.checkpoint import ModelState
-from muown_train.runs.hf.export import export
+from muown_train.runs.hf.export import export_run
 from muown_train.runs.saved_run import open_run, write_run
-from muown_train.training.build import make_model
-from muown_train.training.warm_start import read_start
-from tests.helpers.runs import built, configured, metrics, trained
+from muown_train.training.warm_start import read_initial_weights
+from tests.helpers.runs import built, metrics, trained
 
 
 @pytest.fixture(scope="module")
 def source(corpus, tmp_path_factory):
     run = trained(corpus, tmp_path_factory.mktemp("source"), "name=source")
-    export(open_run(run.folder), run.folder / "hf")
+    export_run(open_run(run.folder), run.folder / "hf")
     return run
 
 
@@ -43,7 +42,7 @@ def test_row_norms_of_the_optimizer_are_those_of_the_weights(corpus, tmp_path, s
     run = built(corpus, tmp_path, f"init_from={source.folder}")
     weights, muown = dict(run.model.named_parameters()), run.trainer.optimizer.optimizers[0]
     name = "blocks.1.mlp.out.weight"
-    assert torch.equal(weights[name], open_run(source.folder).weights()[name])
+    assert torch.equal(weights[name], open_run(source.folder).load_weights()[name])
     norms = weights[name].detach().norm(dim=1)
     torch.testing.assert_close(muown.state[weights[name]]["magnitude"].flatten(), norms)
     run.close()
@@ -52,8 +51,8 @@ def test_row_norms_of_the_optimizer_are_those_of_the_weights(corpus, tmp_path, s
 def test_a_checkpoint_and_an_earlier_one(corpus, tmp_path, source):
     checkpoint = source.folder / "checkpoints" / "step-00000008"
     run = built(corpus, tmp_path, f"init_from={checkpoint}")
-    assert run.facts["init_from"]["step"] == 8
-    weights = open_run(checkpoint).weights()
+    assert run.metadata["init_from"]["step"] == 8
+    weights = open_run(checkpoint).load_weights()
     assert all(torch.equal(p, weights[name]) for name, p in run.model.named_parameters())
     run.close()
 
@@ -62,7 +61,7 @@ def test_rows_of_the_vocabulary_that_were_cut_come_back(corpus, tmp_path, source
     run = built(corpus, tmp_path, f"init_from={source.folder}/hf")
     size = source.data.tokenizer.size
     padded = 4096 - size
-    assert padded > 1000 and run.facts["init_from"] == {"path": f"{source.folder}/hf", "step": 12, "padded": padded}
+    assert padded > 1000 and run.metadata["init_from"] == {"path": f"{source.folder}/hf", "step": 12, "padded": padded}
     weight = run.model.embedding.weight
     torch.testing.assert_close(weight[size:], weight[:size].mean(0).expand(padded, -1))
     ids = torch.randint(size, (4, 33))
@@ -81,23 +80,23 @@ def test_rows_that_are_missing_are_added_to_all_that_has_a_row_for_each_token(tm
     words = [f"model={model}", "model.dim=32", "model.layers=1", "seq_len=32", heads]
 
     def made(size: int):
-        resolved = OmegaConf.to_container(configured(*words, f"model.vocab_size={size}"), resolve=True)
-        return resolved, make_model(resolved, top_level(resolved, "x"))
+        config = load_config([*words, f"model.vocab_size={size}"])
+        return config.to_dict(), build_model(config.model, config.seq_len)
 
     (config, few), (resolved, more) = made(300), made(333)
     with torch.no_grad():
         for p in few.parameters():  # not zeros, which would hide a mistake
             p.add_(torch.randn_like(p) * 0.1)
-    start = read_start(str(write(tmp_path, "few", few, config)))
+    start = read_initial_weights(str(write(tmp_path, "few", few, config)))
     start.load_into(more, resolved["model"])
-    assert start.facts["padded"] == 33
+    assert start.metadata["padded"] == 33
     ids = torch.randint(300, (2, 32))
     with torch.no_grad():
         logits = more(ids)
         torch.testing.assert_close(logits[..., :300], few(ids))
     assert logits[..., 300:].abs().max() < logits[..., :300].abs().max()
     with pytest.raises(ValueError, match=r"does not fit: \S+ has shape \(333"):
-        read_start(str(write(tmp_path, "more", more, resolved))).load_into(few, config["model"])
+        read_initial_weights(str(write(tmp_path, "more", more, resolved))).load_into(few, config["model"])
 
 
 def write(folder, name, model, config):
@@ -112,7 +111,7 @@ def test_it_goes_on_without_its_source(corpus, tmp_path, source):
     trained(corpus, tmp_path / "cut", *words, "tokens=1536")  # 6 updates
     shutil.rmtree(moved)
     again = trained(corpus, tmp_path / "cut", *words)
-    assert again.facts["init_from"]["step"] == 12
+    assert again.metadata["init_from"]["step"] == 12
     weights = dict(whole.model.named_parameters())
     assert all(torch.equal(p, weights[name]) for name, p in again.model.named_parameters())
 
@@ -168,7 +167,7 @@ def test_what_is_no_source_is_said(corpus, source, tmp_path, what):
         folder.mkdir()
     if what == "damaged":
         saved = open_run(source.folder)
-        write_run(folder, saved.weights(), saved.config, 1, saved.data, None, {})
+        write_run(folder, saved.load_weights(), saved.config.to_dict(), 1, saved.data, None, {})
         file = next(folder.glob("checkpoints/*/rank*.safetensors"))
         file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match=f"init_from=.*{what}: .*{says}"):

@@ -1,94 +1,64 @@
-"""The terminal as a sink of records: a line of text now and then, or a progress line that stays at the bottom."""
+"""Show a run's metrics on the terminal: a live line with news above it, or in a log a line now and then."""
 
-import math
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from muown_train.runs.metrics import Line
 from muown_train.runtime.formatting import format_duration, format_perplexity, format_speed
+from muown_train.runtime.progress import StatusLine
 
-if TYPE_CHECKING:
-    from muown_train.runs.metrics import Line, Sink
-
-_NEWS = ("valid/loss", "train/skipped_updates", "train/rolled_back", "train/diverged")  # never left unsaid
+# Lines of metrics that have one of these keys are always printed.
+_NEWS = ("valid/loss", "train/skipped_updates", "train/rolled_back", "train/diverged")
 
 
-class PlainConsole:
-    """A line of text now and then, for logs.
+class ConsoleSink:
+    """Shows metrics on standard output.
 
     Args:
-        every: least seconds between two lines; news, such as a validation loss, are always printed.
+        every: the least seconds between two lines in a log, but for news such as a validation loss.
     """
 
     def __init__(self, every: float = 10.0) -> None:
-        self.every, self.printed = every, -math.inf
+        self.status = StatusLine(sys.stdout, every, transient=False)
+        self.steps = 0
 
     def start(self, folder: Path, config: Mapping[str, Any], steps: int) -> None:
         self.steps = steps
+        if self.status.is_live:
+            self.status.show("starting", 0.0)
 
-    def lines(self, lines: "Sequence[Line]") -> None:
+    def lines(self, lines: Sequence[Line]) -> None:
         for line in lines:
-            due = line is lines[-1] and time.monotonic() - self.printed >= self.every
-            if due or any(key in line for key in _NEWS):
-                print(describe(line, self.steps), flush=True)
-                self.printed = time.monotonic()
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        pass
-
-
-class LiveConsole:
-    """A progress line that stays at the bottom of a terminal; news scroll up above it."""
-
-    def start(self, folder: Path, config: Mapping[str, Any], steps: int) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-        from rich.table import Column
-
-        def one_line() -> Column:
-            return Column(no_wrap=True, overflow="ellipsis")
-
-        self.steps = steps
-        self.progress = Progress(
-            TextColumn("{task.completed}/{task.total}", table_column=one_line()),
-            BarColumn(bar_width=16),
-            TextColumn("{task.description}", table_column=one_line()),
-            TimeElapsedColumn(table_column=one_line()),
-            TextColumn("[dim]left {task.fields[left]}", table_column=one_line()),
-        )
-        self.task = self.progress.add_task("starting", total=steps, left="?")
-        self.progress.start()
-
-    def lines(self, lines: "Sequence[Line]") -> None:
-        for line in lines:
-            if any(key in line for key in _NEWS):
-                news = {key: line[key] for key in line if key != "system/seconds_left"}
-                self.progress.console.print(describe(news, self.steps), highlight=False, markup=False)
+            if _has_news(line):
+                self.status.print(describe_line(line, self.steps, with_time_left=not self.status.is_live))
         last = lines[-1]
-        if "train/loss" in last:
-            speed = last.get("system/tokens_per_second")
-            self.progress.update(
-                self.task,
-                completed=last["step"],
-                description=f"loss {last['train/loss']:.3f}" + (f"  {format_speed(speed)}" if speed else ""),
-                left=format_duration(last["system/seconds_left"]) if "system/seconds_left" in last else "?",
-            )
+        if self.status.is_live:
+            if "train/loss" in last:
+                self._update_live_line(last)
+        elif not _has_news(last):
+            self.status.show(describe_line(last, self.steps))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        self.progress.stop()
+        self.status.close()
+
+    def _update_live_line(self, line: Line) -> None:
+        speed = line.get("system/tokens_per_second")
+        text = f"{line['step']}/{self.steps}  loss {line['train/loss']:.3f}" + (
+            f"  {format_speed(speed)}" if speed else ""
+        )
+        self.status.show(text, line["step"] / self.steps, line.get("system/seconds_left"))
 
 
-def console() -> "Sink":
-    """Live on a terminal, plain elsewhere."""
-    return LiveConsole() if sys.stdout.isatty() else PlainConsole()
+def _has_news(line: Line) -> bool:
+    return any(key in line for key in _NEWS)
 
 
+def describe_line(line: Line, steps: int, with_time_left: bool = True) -> str:
+    """Return a line of metrics as text, of at most 100 columns for usual values.
 
-def describe(line: "Line", steps: int) -> str:
-    """One line of metrics as a sentence for people, of at most 100 columns for usual values.
-
-    In a line with news what is measured all the time is left out.
+    A line with news leaves out the learning rate, the gradient norm and the speed.
     """
     parts = [f"step {line['step']:>{len(str(steps))}}/{steps}"]
     if "train/loss" in line:
@@ -98,22 +68,20 @@ def describe(line: "Line", steps: int) -> str:
     if "train/rolled_back" in line:
         parts.append("ROLLED BACK")
     if count := line.get("train/skipped_updates"):
-        parts.append(f"{count} UPDATE{'S' * (count > 1)} SKIPPED: gradients not finite")
+        parts.append(f"{count} STEP{'S' * (count > 1)} SKIPPED: gradients not finite")
     if "valid/loss" in line:
         perplexity = format_perplexity(line["valid/perplexity"])
         parts.append(f"validation loss {line['valid/loss']:.4f} (perplexity {perplexity})")
-    if not any(key in line for key in _NEWS):
-        parts += _measured(line)
-    if "system/seconds_left" in line:
+    if not _has_news(line):
+        parts += [text(line[key]) for key, text in _FORMATS.items() if key in line]
+    if with_time_left and "system/seconds_left" in line:
         parts.append(f"{format_duration(line['system/seconds_left'])} left")
     return "  ".join(parts)
 
 
-def _measured(line: "Line") -> list[str]:
-    formats: dict[str, Callable[[float], str]] = {
-        "train/lr": "lr {:.2e}".format,
-        "train/grad_norm": "grad norm {:.3f}".format,
-        "system/tokens_per_second": format_speed,
-        "system/mfu": "MFU {:.0%}".format,
-    }
-    return [text(line[key]) for key, text in formats.items() if key in line]
+_FORMATS: dict[str, Callable[[float], str]] = {
+    "train/lr": "lr {:.2e}".format,
+    "train/grad_norm": "grad norm {:.3f}".format,
+    "system/tokens_per_second": format_speed,
+    "system/mfu": "MFU {:.0%}".format,
+}

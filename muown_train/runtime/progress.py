@@ -1,0 +1,146 @@
+"""Show how far long work has come: a live line on a terminal, a plain line now and then in a log."""
+
+import sys
+import time
+from collections import deque
+from types import TracebackType
+from typing import Any, TextIO
+
+from muown_train.runtime.formatting import format_duration, format_speed
+
+_LIVE_EVERY = 0.2  # seconds between two changes of a live line
+_RATE_WINDOW = 20.0  # seconds over which a rate is measured: work comes in bursts
+_RATE_AFTER = 3.0  # seconds that the first rate takes
+
+
+class StatusLine:
+    """A line about the state of some work.
+
+    On a terminal it stays at the bottom, with a bar and the time gone by, and is drawn by rich, which is not imported
+    elsewhere. In a log a line is printed now and then.
+
+    Args:
+        stream: where to write; standard error by default.
+        every: seconds between two lines in a log.
+        first: seconds before the first line, so that short work shows none.
+        transient: whether the live line vanishes at the end.
+    """
+
+    def __init__(
+        self, stream: TextIO | None = None, every: float = 10.0, first: float = 0.0, transient: bool = True
+    ) -> None:
+        self.stream = stream or sys.stderr
+        self.is_live = self.stream.isatty()
+        self.interval = _LIVE_EVERY if self.is_live else every
+        self.transient = transient
+        self._next = time.monotonic() + min(first, self.interval)
+        self._progress: Any = None  # rich.progress.Progress
+
+    def is_due(self) -> bool:
+        """Return whether the time has come for the next line."""
+        return time.monotonic() >= self._next
+
+    def show(self, text: str, fraction: float | None = None, seconds_left: float | None = None) -> None:
+        """Replace the live line; in a log print the line if it is due.
+
+        Args:
+            fraction: the part of the work that is done, if known.
+            seconds_left: seconds until the end of the work, if known.
+        """
+        left = "" if seconds_left is None else f"{format_duration(seconds_left)} left"
+        if self.is_live:
+            self._draw(text, fraction, left)
+        elif self.is_due():
+            self.print(f"{text}, {left}" if left else text)
+        else:
+            return
+        self._next = time.monotonic() + self.interval
+
+    def print(self, text: str) -> None:
+        """Print a line that stays, above the live line."""
+        if self._progress is None:
+            print(text, file=self.stream, flush=True)
+        else:
+            self._progress.console.print(text, highlight=False, markup=False)
+        self._next = time.monotonic() + self.interval
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def __enter__(self) -> "StatusLine":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _draw(self, text: str, fraction: float | None, left: str) -> None:
+        if self._progress is None:
+            self._progress = self._start()
+            self._task = self._progress.add_task("", total=None, left="")
+        total = None if fraction is None else 1.0  # without a total the bar pulses
+        self._progress.update(self._task, description=text, completed=fraction or 0.0, total=total, left=left)
+
+    def _start(self) -> Any:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.table import Column
+
+        def one_line() -> Column:
+            return Column(no_wrap=True, overflow="ellipsis")
+
+        progress = Progress(
+            BarColumn(bar_width=16),
+            TextColumn("{task.description}", markup=False, table_column=one_line()),
+            TimeElapsedColumn(table_column=one_line()),
+            TextColumn("[dim]{task.fields[left]}", table_column=one_line()),
+            console=Console(file=self.stream),
+            transient=self.transient,
+        )
+        progress.start()
+        return progress
+
+
+class Progress:
+    """Counts units of work and shows their number, their rate and the time left on a status line.
+
+    Args:
+        line: the line, which the caller closes.
+        unit: the word for the units, "tokens" or another; only tokens have their rate shown.
+        total: the number of units in all, if known.
+        done: units that are done already.
+        label: the beginning of the line.
+    """
+
+    def __init__(
+        self, line: StatusLine, unit: str = "tokens", total: int | None = None, done: int = 0, label: str = ""
+    ) -> None:
+        self.line, self.unit, self.total, self.label = line, unit, total, f"{label}: " if label else ""
+        self._recent = deque([(time.monotonic(), done)])  # (time, units done) at the lines of the last seconds
+
+    def update(self, done: int, expected_total: float | None = None) -> None:
+        """Show the number of units done, if a line is due.
+
+        Args:
+            expected_total: where the total is not known, an estimate for the time left.
+        """
+        if not self.line.is_due():
+            return
+        rate = self._measure_rate(done)
+        total = expected_total if self.total is None else self.total
+        text = f"{self.label}{done:,}" + ("" if self.total is None else f" of {self.total:,}") + f" {self.unit}"
+        if rate and self.unit == "tokens":
+            text += f", {format_speed(rate)}"
+        fraction = min(done / total, 1.0) if total else None
+        self.line.show(text, fraction, (total - done) / rate if total and rate and total > done else None)
+
+    def _measure_rate(self, done: int) -> float | None:
+        """Return units per second over the last seconds; None at the beginning."""
+        now = time.monotonic()
+        self._recent.append((now, done))
+        while len(self._recent) > 2 and now - self._recent[1][0] >= _RATE_WINDOW:
+            self._recent.popleft()
+        began, before = self._recent[0]
+        return (done - before) / (now - began) if now - began >= _RATE_AFTER else None
