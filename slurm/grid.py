@@ -1,8 +1,8 @@
-"""One combination of a grid, for an element of an array of jobs.
+"""Print one combination of a grid, for an element of an array of jobs.
 
-`grid.py count optim.lr=1e-3,2e-3 seed=0,1` prints how many there are; `grid.py 2 …` the overrides of number 2, each
-followed by a NUL. The order is Hydra's: the last axis changes fastest. A word `@FILE` stands for the lines of a file,
-each the overrides of a run as in a shell.
+`grid.py count optim.lr=1e-3,2e-3 seed=0,1` prints the number of combinations, and `grid.py 2 …` the overrides of number
+2, each followed by a NUL. The order is Hydra's: the last axis changes fastest. A word `@FILE` stands for the lines of a
+file, each with the overrides of one run as in a shell.
 """
 
 import itertools
@@ -15,13 +15,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 
-def combinations(overrides: Sequence[str]) -> list[tuple[str, ...]]:
-    """The overrides of each run.
+def list_combinations(overrides: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the overrides of each run.
 
     Raises:
-        HydraException: what is no override.
-        ValueError: one name for several runs.
-        OSError: a file of runs that cannot be read.
+        HydraException: a word is no override.
+        ValueError: several runs would have one name.
+        OSError: a file of runs cannot be read.
     """
     files = [word[1:] for word in overrides if word.startswith("@")]
     listed = [[tuple(shlex.split(line)) for line in Path(file).read_text().splitlines() if line] for file in files]
@@ -41,9 +41,9 @@ def combinations(overrides: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def main(number: str, *overrides: str) -> None:
-    """Print; exit status 2 and one sentence for what cannot be."""
+    """Print what was asked for, or exit with status 2 and one sentence."""
     try:
-        grid = combinations(overrides)
+        grid = list_combinations(overrides)
     except (HydraException, ValueError, OSError) as error:
         print(f"error: {str(error).splitlines()[0]} (settings are key=value)", file=sys.stderr)
         sys.exit(2)

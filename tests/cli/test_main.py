@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from muown_train.cli.main import main
+from muown_train.cli.main import COMMANDS, main
 from muown_train.config.compose import CONFIG_DIR
 from muown_train.config.run_name import check_run_name, default_run_name
 from tests.helpers.runs import SMALL, built, configured, metrics
@@ -145,7 +145,7 @@ def test_a_run_leaves_everything_in_one_folder_and_says_so(corpus, tmp_path, mon
         (["max_bad_updates=0"], ["max_bad_updates=0"]),
         (["on_bad_updates=skip"], ["on_bad_updates='skip'", "rollback or stop"]),
         (["diverged_above=-1"], ["diverged_above=-1"]),
-        (["check_every=0"], ["check_every=0"]),
+        (["replica_check_every=0"], ["replica_check_every=0"]),
         (["trust=os.system"], ["trust='os.system'"]),
     ],
 )
@@ -163,6 +163,12 @@ def test_bad_input_is_one_sentence_and_leaves_no_run(corpus, tmp_path, monkeypat
 def test_flags_are_not_taken_for_settings(corpus, tmp_path, monkeypatch):
     _, message = call(monkeypatch, "--multirun", *small(corpus, tmp_path, "optim.lr=-1,-2"))
     assert message.startswith("error: optim.lr must be"), message
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name, monkeypatch, capsys):
+    status, _ = call(monkeypatch, name, "--help")
+    assert status in (None, 0) and f"muown-train {name}" in capsys.readouterr().out.replace("COMMAND", name)
 
 
 def test_the_exit_status_is_2_and_there_is_no_traceback():
@@ -232,15 +238,14 @@ def test_a_run_folder_that_cannot_be_written(corpus, tmp_path, monkeypatch):
 
 _ENDING = """
 import atexit, sys
-from muown_train.cli import main as entry
+from muown_train.cli.process import run_command
 class Late:
     def __del__(self):
         print("torn down")
 late = Late()  # a global, freed when the interpreter goes: threads that then want it are what aborts a rank
 atexit.register(print, "at exit")
-entry.main = lambda: sys.exit({status})
 print("said")
-entry.command()
+run_command(lambda: sys.exit({status}))
 """
 
 

@@ -1,17 +1,17 @@
 """Programs whose output nobody reads to its end, as in `… | head`: they end quietly."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from muown_train.cli.main import COMMANDS
 from muown_train.cli.process import OUTPUT_CLOSED
 from tests.helpers.folders import line, settings, write
+from tests.helpers.paths import ROOT
 from tests.helpers.runs import slow_but
-from tests.scripts.test_scripts import ROOT, RUNNABLE
 
 
 def unread(*words: str, cwd: Path = ROOT) -> tuple[int, str]:
@@ -26,16 +26,9 @@ def unread(*words: str, cwd: Path = ROOT) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
-def test_every_script_is_started_so(name):
-    assert re.search(
-        r'^if __name__ == "__main__":\n(.*\n)?    script\(main\)\n\Z', (ROOT / "scripts" / name).read_text(), re.M
-    )
-
-
-@pytest.mark.parametrize("name", slow_but(["prepare_data.py"], RUNNABLE))
-def test_help_of_a_script(name):
-    status, said = unread(f"scripts/{name}", "--help")
+@pytest.mark.parametrize("name", slow_but(["prepare"], COMMANDS))
+def test_help_of_a_command(name):
+    status, said = unread("-m", "muown_train", name, "--help")
     assert status in (0, OUTPUT_CLOSED) and not said  # 0 where argparse took it
 
 
@@ -46,7 +39,7 @@ def test_what_training_says_without_training(words):
 
 def test_in_the_midst_of_its_work(tmp_path):
     write(tmp_path / "run", [line(1, 3.0), line(2, 2.0, 2.0)], settings())
-    status, said = unread(str(ROOT / "scripts" / "compare.py"), "run", cwd=tmp_path)
+    status, said = unread("-m", "muown_train", "compare", "run", cwd=tmp_path)
     assert status in (1, OUTPUT_CLOSED) and not said  # 1 where it is rich that prints
 
 
@@ -66,7 +59,7 @@ def test_what_was_read_to_its_end_is_no_fault():
 
 
 def test_what_is_wrong_is_still_said(tmp_path):
-    status, said = unread(str(ROOT / "scripts" / "compare.py"), "nothing", cwd=tmp_path)
+    status, said = unread("-m", "muown_train", "compare", "nothing", cwd=tmp_path)
     assert (
         status == 2 and said == "error: there is no folder nothing: give those of runs, such as runs/NAME or 'runs/*'\n"
     )
@@ -74,7 +67,9 @@ def test_what_is_wrong_is_still_said(tmp_path):
 
 def test_another_broken_pipe_is_an_error(tmp_path):
     code = "from muown_train.cli.errors import report_errors\nfrom muown_train.cli.process import run_script\n"
-    code += "def main():\n    with report_errors([]):\n        raise BrokenPipeError(32, 'Broken pipe')\nscript(main)\n"
+    code += (
+        "def main():\n    with report_errors([]):\n        raise BrokenPipeError(32, 'Broken pipe')\nrun_script(main)\n"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == "error: [Errno 32] Broken pipe\n"
 

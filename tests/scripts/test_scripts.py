@@ -1,4 +1,4 @@
-"""What all scripts have in common: how each takes a word that it does not know."""
+"""Benchmarks, and the old names of commands: what they say to a word that they do not know."""
 
 import os
 import subprocess
@@ -6,17 +6,36 @@ import sys
 
 import pytest
 
-from muown_train.cli.main import WRONG
+from muown_train.cli.errors import WRONG
+from muown_train.cli.main import COMMANDS
 from tests.helpers.paths import ROOT
 from tests.helpers.runs import slow_but
 
-RUNNABLE = [path.name for path in sorted((ROOT / "scripts").glob("*.py")) if "__main__" in path.read_text()]
+SCRIPTS = ROOT / "scripts"
+BENCHMARKS = [path.name for path in sorted(SCRIPTS.glob("benchmark_*.py"))]
+MOVED = [path.name for path in sorted(SCRIPTS.glob("*.py")) if "run_moved_script" in path.read_text()]
 
 
-@pytest.mark.parametrize("name", slow_but(["compare.py", "benchmark_optim.py", "reproduce.py"], RUNNABLE))
-def test_an_unknown_flag_is_one_sentence(name, tmp_path):
-    command = [sys.executable, str(ROOT / "scripts" / name), "--rundos=3"]
+def run_script(name: str, *words: str, cwd) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    command = [sys.executable, str(SCRIPTS / name), *words]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", slow_but(["benchmark_optim.py"], BENCHMARKS))
+def test_an_unknown_flag_of_a_benchmark_is_one_sentence(name, tmp_path):
+    done = run_script(name, "--rundos=3", cwd=tmp_path)
     assert done.returncode == WRONG and not done.stdout and not list(tmp_path.iterdir())
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_every_command_but_train_had_a_script():
+    assert len(MOVED) == len(COMMANDS) - 1
+
+
+@pytest.mark.parametrize("name", slow_but(["compare.py"], MOVED))
+def test_an_old_name_says_the_new_one_and_works(name, tmp_path):
+    done = run_script(name, "--rundos=3", cwd=tmp_path)
+    assert done.returncode == WRONG and not done.stdout and not list(tmp_path.iterdir())
+    note, error = done.stderr.splitlines()
+    assert note.startswith("note: ") and "is `muown-train " in note and error.startswith("error: ")

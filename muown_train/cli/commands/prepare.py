@@ -1,16 +1,17 @@
-"""Write token shards that training reads at full speed: `python scripts/prepare_data.py data=fineweb_edu out=DIR`.
+"""Write token shards that training reads at full speed: `muown-train prepare data=fineweb_edu out=DIR`.
 
     data, data.KEY   a data configuration and its settings, as for training: fineweb_edu, files
     out              folder of the shards; train on them with `data=shards data.path=DIR`
-    tokens           to train on; all there are by default
-    valid_tokens     held out first (4M)
-    shard_tokens     in each shard (100M)
+    tokens           number of tokens to train on; all that there are by default
+    valid_tokens     number of tokens that are held out first (4M)
+    shard_tokens     number of tokens in each shard (100M)
 
-Whatever interrupts it, the same command goes on and ends with the same bytes. Nothing is kept outside `out` but what
+The same command goes on after any interruption and ends with the same bytes. Nothing is kept outside `out` but what
 the hub's own client keeps (HF_HOME).
 """
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,15 +21,34 @@ from typing import Any
 DEFAULTS = {"out": None, "tokens": None, "valid_tokens": 4_000_000, "shard_tokens": 100_000_000}
 
 
-def stop(number: int, frame: FrameType | None) -> None:
-    """End here and now: Ctrl-C as an exception is lost, or shows a traceback, where a library is being imported."""
-    restored = "\r\x1b[2K\x1b[?25h" if sys.stderr.isatty() else ""  # the line of progress, the cursor that it hides
-    os.write(2, f"{restored}interrupted; the same command goes on after the last complete shard\n".encode())
-    os._exit(130)  # what is on the disk is as good as after any other end
+def main(words: Sequence[str]) -> None:
+    """Run `muown-train prepare` with the words that follow its name."""
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__)
+        return
+    signal.signal(signal.SIGINT, _interrupt)
+    from omegaconf import OmegaConf
+
+    from muown_train.cli.errors import report_errors
+    from muown_train.config.compose import compose_config
+    from muown_train.config.instantiate import bind_target
+    from muown_train.data.sources import FROM_RUN
+
+    with report_errors():
+        own, data = parse_settings(words)
+        config = OmegaConf.to_container(compose_config(data).data, resolve=True)
+        target = bind_target(config, "data", given=FROM_RUN)  # type: ignore[arg-type]
+        from muown_train.data.shards.prepare import prepare
+
+        prepare(Path(own.pop("out")).expanduser(), target.func.__name__, target.keywords, **own)
 
 
-def settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Our own keys, checked, and the overrides that choose the data."""
+def parse_settings(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the command's own keys, checked, and the overrides that choose the data.
+
+    Raises:
+        ValueError: a key is unknown, missing, or has a value that cannot be.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     from muown_train.config.checks import check_int
@@ -38,7 +58,7 @@ def settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     check_overrides(words)
     own: dict[str, Any] = dict(DEFAULTS)
     data: list[str] = []
-    for override in OverridesParser.create().parse_overrides(words):
+    for override in OverridesParser.create().parse_overrides(list(words)):
         key = override.key_or_group
         if key.split(".")[0] == "data":
             data.append(str(override.input_line))
@@ -56,22 +76,8 @@ def settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     return own, data
 
 
-def main(words: Sequence[str]) -> None:
-    words = list(words)
-    if not words or words[0] in ("-h", "--help"):
-        print(__doc__)
-        return
-    from omegaconf import OmegaConf
-
-    from muown_train.cli.errors import report_errors
-    from muown_train.config.compose import compose_config
-    from muown_train.config.instantiate import bind_target
-    from muown_train.data.sources import FROM_RUN
-
-    with report_errors():
-        own, data = settings(words)
-        config = OmegaConf.to_container(compose_config(data).data, resolve=True)
-        target = bind_target(config, "data", given=FROM_RUN)  # type: ignore[arg-type]
-        from muown_train.data.shards.prepare import prepare
-
-        prepare(Path(own.pop("out")).expanduser(), target.func.__name__, target.keywords, **own)
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """End the process at once: an exception would be lost, or shown as a traceback, while a library is imported."""
+    restored = "\r\x1b[2K\x1b[?25h" if sys.stderr.isatty() else ""  # removes the progress line, shows the cursor again
+    os.write(2, f"{restored}interrupted; the same command goes on after the last complete shard\n".encode())
+    os._exit(130)  # files on the disk are as good as after any other end

@@ -158,8 +158,9 @@ def run(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) -> 
     ended = [each for each in found if each.state == "done"]
     done = [each for each in ended if (each.folder / "checkpoints").exists()]
     measures = [shlex.split(each) for each in experiment.measure]
-    files = [Path("analysis") / f"{kind}.jsonl" for kind, *_ in measures]
-    if bare := [each for each in ended if each not in done and not all((each.folder / f).exists() for f in files)]:
+    files = [f"analysis/{kind}.jsonl" for kind, *_ in measures]
+    measured = [each for each in ended if all(each.run and each.run.read_lines(file) for file in files)]
+    if bare := [each for each in ended if each not in done and each not in measured]:
         print(f"not measured, since no checkpoints are kept: {', '.join(str(each.folder) for each in bare)}")
     tasks = []
     for kind, *rest in measures:
@@ -206,7 +207,7 @@ def submit(experiment: "Experiment", found: "list[Found]", own: dict[str, Any], 
 
 def archive(experiment: "Experiment", found: "list[Found]") -> int:
     """Copy what is done or diverged to where reports find it without OUT."""
-    from muown_train.experiments.archive import archive_experiment, places_that_stay
+    from muown_train.experiments.archive import archive_experiment, list_kept_places
     from muown_train.experiments.progress import summary
 
     print(summary(found))
@@ -215,7 +216,7 @@ def archive(experiment: "Experiment", found: "list[Found]") -> int:
     width, stay = max(len(each.folder.name) for each in found), dict[str, None]()
     for each, done in archive_experiment(experiment, found, ARCHIVE):
         print(f"{each.folder.name:<{width}}  {done}", flush=True)
-        stay |= dict.fromkeys(places_that_stay(each.folder))
+        stay |= dict.fromkeys(list_kept_places(each.folder))
     for setting in stay:
         print(f"note: {setting} is archived with its place on this machine, since it defines the runs")
     return 0

@@ -2,30 +2,19 @@
 
 import json
 import re
-import runpy
 import sys
 
 import pytest
 
+from muown_train.cli.commands.dashboard import main
 from tests.helpers.paths import ROOT
 
 pytest.importorskip("wandb_workspaces")
 
 
-def run(*arguments: str) -> None:
-    """The script in this process: importing what it needs takes seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["wandb_dashboard.py", *arguments])
-        try:
-            runpy.run_path(str(ROOT / "scripts" / "wandb_dashboard.py"), run_name="__main__")
-        except SystemExit as end:
-            if end.code:
-                raise
-
-
 @pytest.fixture
 def view(capsys) -> dict:
-    run("me/muown", "--group", "table 1", "--print")
+    main(["me/muown", "--group", "table 1", "--print"])
     return json.loads(capsys.readouterr().out)
 
 
@@ -55,8 +44,8 @@ def test_its_panels(view):
     shown = {metric for config in curves.values() for metric in config["metrics"]}
     wanted = {"train/grad_norm", "train/skipped_updates", "system/tokens_per_second", "valid/loss", "train/loss"}
     assert wanted < shown
-    trainer = (ROOT / "muown_train" / "trainer.py").read_text()
-    assert [metric for metric in shown if f'"{metric}"' not in trainer] == []
+    training = "".join(path.read_text() for path in (ROOT / "muown_train" / "training").glob("*.py"))
+    assert [metric for metric in shown if f'"{metric}"' not in training] == []
 
 
 def test_the_optimizer_is_where_the_sink_writes_it(tmp_path):
@@ -68,11 +57,11 @@ def test_the_optimizer_is_where_the_sink_writes_it(tmp_path):
 @pytest.mark.parametrize("project", ["muown", "me/", "a/b/c"])
 def test_a_project_is_named_with_its_entity(project, capsys):
     with pytest.raises(SystemExit, match="2"):
-        run(project, "--print")
+        main([project, "--print"])
     assert f"{project!r} must be ENTITY/PROJECT" in capsys.readouterr().err
 
 
-def test_a_view_that_cannot_be_saved(monkeypatch):
+def test_a_view_that_cannot_be_saved(monkeypatch, capsys):
     from wandb_workspaces.workspaces import Workspace
 
     def refused(self):
@@ -80,5 +69,14 @@ def test_a_view_that_cannot_be_saved(monkeypatch):
 
     monkeypatch.setattr(Workspace, "save", refused)
     with pytest.raises(SystemExit) as ended:
-        run("me/muown")
-    assert ended.value.code == "error: the view could not be saved: no access with api_key=***"
+        main(["me/muown"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "error: the view could not be saved: no access with api_key=***\n"
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
+    monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["me/muown", "--print"])
+    assert ended.value.code == 1 and "pip install 'muown-train[dashboard]'" in capsys.readouterr().err

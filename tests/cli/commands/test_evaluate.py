@@ -1,8 +1,7 @@
-"""scripts/evaluate.py as a user meets it, and the numbers behind it: against training, transformers and simulation."""
+"""`muown-train evaluate` as a user meets it; its numbers against training, transformers and simulation."""
 
 import json
 import math
-import sys
 
 import numpy as np
 import pyarrow as pa
@@ -12,18 +11,18 @@ import torch
 import torch.nn.functional as F
 
 from muown_train.analysis import scoring
+from muown_train.cli.commands.evaluate import main
 from muown_train.data.shards.prepare import prepare
 from muown_train.data.text.eval_texts import encoded, text_of, token_bytes
 from muown_train.data.text.tokenizer import HubTokenizer, load_tokenizer
 from muown_train.data.token_file import read_tokens
 from muown_train.runs.saved_run import open_run
-from tests.helpers.paths import ROOT, SHARED
+from tests.helpers.paths import SHARED
 from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import metrics, trained
 from tests.helpers.text_files import word_tokenizer_json
 from tests.models.test_gpt import as_llama
 
-SCRIPTS = ROOT / "scripts"
 TOKENIZERS = SHARED / "tokenizers"
 
 
@@ -41,14 +40,10 @@ def other(corpus, tmp_path_factory):
 
 
 @pytest.fixture
-def evaluate(monkeypatch, capsys, tmp_path):
+def evaluate(capsys, tmp_path):
     def call(*words) -> tuple[str, list[dict]]:
         file = tmp_path / "results.json"
-        monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, words), "--json", str(file)])
-        monkeypatch.syspath_prepend(str(SCRIPTS))
-        import evaluate
-
-        evaluate.main()
+        main([*map(str, words), "--json", str(file)])
         return capsys.readouterr().out, json.loads(file.read_text())["runs"]
 
     return call
@@ -211,13 +206,13 @@ def test_interrupted_it_shows_what_there_is(run, evaluate, monkeypatch, capsys, 
         (["RUN", "data=fils"], "there is no data=fils (did you mean files?)"),
         (["RUN", "data=files"], "data.valid is not set"),
         (["RUN", "data=files", "data.valid=nothing*.txt"], "data.valid: no file matches 'nothing*.txt'"),
-        (["RUN", "data.valid=x.txt"], "data.valid=x.txt is of no data: give data=files"),
+        (["RUN", "data.valid=x.txt"], "data.valid=x.txt has no data to belong to: give data=files"),
         (["RUN", "data=files", "data.vaild=x"], "there is no key data.vaild (did you mean data.valid?)"),
         (["RUN", "data=files", "data.valid=TEXT", "data.tokenizer=gpt2"], "by its own tokenizer"),
         (["RUN", "data=files", "data.valid=TEXT", "valid_tokens=5"], "data=files is read as a whole"),
         (["RUN", "data=files", "data.valid=TEXT", "--source", "origin"], "line 1 has no key 'origin', only text, from"),
         (["RUN", "data=random"], "data=random has no text to evaluate on"),
-        (["RUN", "--source", "from"], "--source from is of files"),
+        (["RUN", "--source", "from"], "--source from is for files"),
         (["RUN", "seq_len=33"], "seq_len=33 is longer than what the model of"),
         (["RUN", "seq_len=0"], "seq_len=0 must be a whole number of at least 1"),
         (["RUN", "lr=3"], "there is no key lr"),

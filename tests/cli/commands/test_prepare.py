@@ -1,4 +1,4 @@
-"""scripts/prepare_data.py as a user meets it: killed, interrupted, misspelt, in front of a hub that fails."""
+"""`muown-train prepare` as a user meets it: killed, interrupted, misspelt, in front of a hub that fails."""
 
 import json
 import os
@@ -15,17 +15,16 @@ import pytest
 from muown_train.data.shards import prepare
 from tests.data.hub.test_hub import build
 from tests.helpers.hub_server import Fault, Hub
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import COMMAND, ROOT
 from tests.helpers.prepared import contents, documents_in, tokens_of
 from tests.helpers.text_files import word_tokenizer_json
 
-SCRIPT = ROOT / "scripts" / "prepare_data.py"
 INTERRUPTED = "interrupted; the same command goes on after the last complete shard"
 
 
 def command(*words, **environment):
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *words],
+        [*COMMAND, "prepare", *words],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         stderr=subprocess.PIPE,

@@ -1,16 +1,14 @@
-"""scripts/sample.py as a user meets it."""
+"""`muown-train sample` as a user meets it."""
 
 import io
 import sys
 
 import pytest
 
+from muown_train.cli.commands.sample import main
 from muown_train.models.generate import generate
 from muown_train.runs.saved_run import open_run, write_run
-from tests.helpers.paths import ROOT
 from tests.helpers.runs import trained
-
-SCRIPTS = ROOT / "scripts"
 
 
 @pytest.fixture(scope="module")
@@ -19,13 +17,9 @@ def run(corpus, tmp_path_factory):
 
 
 @pytest.fixture
-def sample(monkeypatch, capsys):
+def sample(capsys):
     def call(*words) -> str:
-        monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, words)])
-        monkeypatch.syspath_prepend(str(SCRIPTS))
-        import sample
-
-        sample.main()
+        main([str(word) for word in words])
         return capsys.readouterr().out
 
     return call
