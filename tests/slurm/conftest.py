@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.paths import ROOT, SHARED
+from tests.helpers.paths import FIXTURES, ROOT
 
-SCRIPTS = SHARED / "slurm"
+SCRIPTS = FIXTURES / "slurm"
 
 
 def missing() -> str | None:
-    """What this machine lacks for a cluster."""
-    if not SCRIPTS.is_dir():
-        return f"no {SCRIPTS}, whose start_cluster.sh makes a cluster on one machine"
+    """Return what this machine lacks for a cluster."""
     programs = ("slurmctld", "slurmd", "munged", "sbatch")
     if absent := [program for program in programs if not shutil.which(program, path=_PATH)]:
         return f"{', '.join(absent)} not installed: apt-get install -y --no-install-recommends slurm-wlm munge"
@@ -32,7 +30,7 @@ _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
 def wait_for(true: Callable[[], bool], seconds: float, what: Callable[[], str]) -> None:
-    """Wait for a condition; a failure tells what there is instead."""
+    """Wait for a condition; where it does not come true, fail with what is there instead."""
     end = time.monotonic() + seconds
     while not true():
         if time.monotonic() > end:
@@ -47,7 +45,7 @@ class Cluster:
     environment: dict[str, str]
 
     def command(self, *words: object) -> str:
-        """What a command of SLURM prints; it succeeds."""
+        """Return what a SLURM command prints; it must succeed."""
         result = subprocess.run(
             [str(word) for word in words], cwd=ROOT, env=self.environment, capture_output=True, text=True
         )
