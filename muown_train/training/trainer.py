@@ -270,7 +270,7 @@ class Trainer:
     def show(self, lines: Sequence[Line]) -> None:
         """Hand lines to the sinks."""
         for sink in self.sinks:
-            sink.lines(lines)
+            sink.write(lines)
 
     def roll_back(self, reason: str) -> Outcome | None:
         """Go back to the last checkpoint and leave out the rows of the bad steps; a collective call.

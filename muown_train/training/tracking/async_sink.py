@@ -1,4 +1,4 @@
-"""A sink in a thread of its own: however slow or broken it is, training neither waits for it nor ends by it."""
+"""A sink in a thread of its own, so that training neither waits for a slow sink nor ends with a broken one."""
 
 import threading
 from collections import deque
@@ -10,15 +10,15 @@ from muown_train.runs.metrics import Line, Sink
 from muown_train.runtime.redaction import redact
 
 
-class Background:
-    """Hands everything on to another sink, in order, in one thread, which also starts and ends it.
+class AsyncSink:
+    """Passes everything on to another sink, in order, in one thread, which also starts and finishes that sink.
 
     Args:
-        sink: only the thread calls it. What it raises is said once, and ends it.
-        name: of the sink, in sentences for the user.
-        patience: seconds that `finish` waits for what is still to be handed on.
-        limit: lines that may wait; of more the oldest are dropped, which is said once.
-        late: a sentence on what to do about lines that the sink had not taken when patience ended.
+        sink: a sink that only the thread calls. An error of it is reported once and ends it.
+        name: the sink's name in messages.
+        finish_timeout: seconds that `finish` waits for the sink to take what is left.
+        max_waiting: the number of lines that may wait. Beyond it the oldest are dropped, which is reported once.
+        late_hint: returns what to do about lines that the sink has not taken within the timeout.
         warn: called with a sentence for the user.
     """
 
@@ -26,26 +26,27 @@ class Background:
         self,
         sink: Sink,
         name: str,
-        patience: float = 60.0,
-        limit: int = 20_000,
-        late: Callable[[], str] = lambda: "the run's metrics.jsonl has all lines",
+        finish_timeout: float = 60.0,
+        max_waiting: int = 20_000,
+        late_hint: Callable[[], str] = lambda: "the run's metrics.jsonl has all lines",
         warn: Callable[[str], None] = print,
     ) -> None:
-        self.sink, self.name, self.patience, self.late, self.warn = sink, name, patience, late, warn
-        self.waiting: deque[Line] = deque(maxlen=limit)
+        self.sink, self.name, self.finish_timeout = sink, name, finish_timeout
+        self.late_hint, self.warn = late_hint, warn
+        self.waiting: deque[Line] = deque(maxlen=max_waiting)
         self.changed = threading.Condition()  # guards `waiting` and `summary`
-        self.summary: Mapping[str, Any] | None = None  # set: no more lines come
+        self.summary: Mapping[str, Any] | None = None  # once it is set, no more lines come
         self.dropped = False
         self.thread: threading.Thread | None = None
 
     def start(self, folder: Path, config: Mapping[str, Any], steps: int) -> None:
-        """Start the sink, some time."""
-        # a daemon: where the sink hangs the process can end all the same
-        self.thread = threading.Thread(target=self._work, args=(folder, config, steps), name=self.name, daemon=True)
+        """Start the thread, which starts the sink."""
+        # The thread is a daemon, so the process can end even while the sink hangs.
+        self.thread = threading.Thread(target=self._run, args=(folder, config, steps), name=self.name, daemon=True)
         self.thread.start()
 
-    def lines(self, lines: Sequence[Line]) -> None:
-        """Hand lines on, some time; without effect once the sink has ended."""
+    def write(self, lines: Sequence[Line]) -> None:
+        """Queue lines for the sink; this has no effect once the sink has ended."""
         if self.thread is None or not self.thread.is_alive():
             return
         with self.changed:
@@ -57,30 +58,30 @@ class Background:
             self.warn(f"{self.name} is slower than training: it does not get all lines; metrics.jsonl has them")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """End the sink with its summary, and wait for that, but not longer than patience; once."""
+        """Finish the sink with its summary and wait for that, at most until the timeout; only the first call counts."""
         thread, self.thread = self.thread, None
         if thread is None:
             return
         with self.changed:
             self.summary = summary
             self.changed.notify()
-        thread.join(self.patience)
+        thread.join(self.finish_timeout)
         if thread.is_alive():
-            self.warn(f"{self.name} did not take everything within {self.patience:g} s: {self.late()}")
-            self.warn = lambda sentence: None  # what the thread still has to say comes too late
+            self.warn(f"{self.name} did not take everything within {self.finish_timeout:g} s: {self.late_hint()}")
+            self.warn = lambda sentence: None  # further messages of the thread come too late
 
-    def _work(self, folder: Path, config: Mapping[str, Any], steps: int) -> None:
+    def _run(self, folder: Path, config: Mapping[str, Any], steps: int) -> None:
         try:
             self.sink.start(folder, config, steps)
-            while lines := self._next():
-                self.sink.lines(lines)
+            while lines := self._take_lines():
+                self.sink.write(lines)
             self.sink.finish(self.summary or {})
-        except Exception as error:  # whatever it is: training must not depend on it
-            first = next(iter(str(error).splitlines()), "") or type(error).__name__
-            self.warn(f"{self.name}: {redact(first)}; no longer recording there")
+        except Exception as error:  # of any kind: training must not depend on a sink
+            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+            self.warn(f"{self.name}: {redact(reason)}; no longer recording there")
 
-    def _next(self) -> list[Line]:
-        """All lines that wait, once there are any; none at the end."""
+    def _take_lines(self) -> list[Line]:
+        """Wait for lines and return all that there are; an empty list means the end."""
         with self.changed:
             self.changed.wait_for(lambda: self.waiting or self.summary is not None)
             lines = list(self.waiting)

@@ -29,7 +29,7 @@ class ConsoleSink:
         if self.status.is_live:
             self.status.show("starting", 0.0)
 
-    def lines(self, lines: Sequence[Line]) -> None:
+    def write(self, lines: Sequence[Line]) -> None:
         for line in lines:
             if _has_news(line):
                 self.status.print(describe_line(line, self.steps, with_time_left=not self.status.is_live))

@@ -1,4 +1,4 @@
-"""TensorBoard as a sink of records: `tensorboard --logdir runs` compares runs."""
+"""Write a run's metrics for TensorBoard: `tensorboard --logdir runs` compares runs."""
 
 import importlib.util
 import json
@@ -9,14 +9,14 @@ from typing import Any
 
 from muown_train.runs.metrics import Line
 from muown_train.runtime.redaction import redact_tree
-from muown_train.training.tracking.async_sink import Background
+from muown_train.training.tracking.async_sink import AsyncSink
 
 
-class TensorBoardSink(Background):
+class TensorBoardSink(AsyncSink):
     """Writes the numbers of every line to RUN/tensorboard, in the background.
 
     Args:
-        finish_timeout: seconds that the end of a run waits for it at most.
+        finish_timeout: the most seconds that the end of a run waits for TensorBoard.
         warn: called with a sentence for the user.
 
     Raises:
@@ -26,20 +26,20 @@ class TensorBoardSink(Background):
     def __init__(self, finish_timeout: float = 60.0, warn: Callable[[str], None] = print) -> None:
         if importlib.util.find_spec("tensorboard") is None:
             raise ValueError("tracking=tensorboard needs a package: pip install 'muown-train[tensorboard]'")
-        super().__init__(_Writer(), "TensorBoard", finish_timeout, warn=warn)
+        super().__init__(_EventFiles(), "TensorBoard", finish_timeout, warn=warn)
 
 
-class _Writer:
-    """The event files. A restart or a rollback begins a new one, which hides what older ones say of its steps."""
+class _EventFiles:
+    """Files of events. A restart or a rollback begins a new file, which hides the same steps in older files."""
 
     def __init__(self) -> None:
         self.writer: Any = None
-        self.step = math.inf  # of the last line
+        self.step = math.inf  # the step of the last line
 
     def start(self, folder: Path, config: Mapping[str, Any], steps: int) -> None:
         self.folder, self.config = folder / "tensorboard", redact_tree(config)
 
-    def lines(self, lines: Sequence[Line]) -> None:
+    def write(self, lines: Sequence[Line]) -> None:
         for line in lines:
             if line["step"] <= self.step:
                 self._open(line["step"])

@@ -49,9 +49,9 @@ def test_its_panels(view):
 
 
 def test_the_optimizer_is_where_the_sink_writes_it(tmp_path):
-    from muown_train.training.tracking.wandb_sink import _facts
+    from muown_train.training.tracking.wandb_sink import _describe_run
 
-    assert _facts(tmp_path, {"optim": {"_target_": "muown_train.optim.Muown"}}) == {"optimizer": "Muown"}
+    assert _describe_run(tmp_path, {"optim": {"_target_": "muown_train.optim.Muown"}}) == {"optimizer": "Muown"}
 
 
 @pytest.mark.parametrize("project", ["muown", "me/", "a/b/c"])

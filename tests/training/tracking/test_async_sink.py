@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muown_train.training.tracking.async_sink import Background
+from muown_train.training.tracking.async_sink import AsyncSink
 
 
 class Slow:
@@ -25,7 +25,7 @@ class Slow:
     def start(self, folder, config, steps):
         self._called("start", ("start", steps))
 
-    def lines(self, lines):
+    def write(self, lines):
         self._called("lines", *(line["step"] for line in lines))
 
     def finish(self, summary):
@@ -36,26 +36,28 @@ class Slow:
 @given(st.lists(st.integers(0, 5), max_size=12))
 def test_every_line_in_order_then_the_summary_once(batches):
     sink, said = Slow(), []
-    background = Background(sink, "it", warn=said.append)
+    background = AsyncSink(sink, "it", warn=said.append)
     background.start(None, {}, 7)
     step = 0
     for count in batches:
-        background.lines([{"step": step + i} for i in range(count)])
+        background.write([{"step": step + i} for i in range(count)])
         step += count
     background.finish({"a": 1})
     background.finish({})
-    background.lines([{"step": 99}])
+    background.write([{"step": 99}])
     assert sink.calls == [("start", 7), *range(step), ("finish", {"a": 1})] and said == []
 
 
 @pytest.mark.parametrize("held", ["start", "lines", "finish"])
 def test_one_that_hangs_holds_up_nothing(held):
     sink, said = Slow(held), []
-    background = Background(sink, "W&B", patience=0.3, late=lambda: "send the rest yourself", warn=said.append)
+    background = AsyncSink(
+        sink, "W&B", finish_timeout=0.3, late_hint=lambda: "send the rest yourself", warn=said.append
+    )
     started = time.monotonic()
     background.start(None, {}, 7)
     for step in range(100):
-        background.lines([{"step": step}])
+        background.write([{"step": step}])
     assert time.monotonic() - started < 0.2
     background.finish({"a": 1})
     assert 0.2 < time.monotonic() - started < 2
@@ -69,10 +71,10 @@ def test_one_that_hangs_holds_up_nothing(held):
 
 def test_when_too_many_wait_the_oldest_are_dropped_and_that_is_said_once():
     sink, said = Slow("start"), []
-    background = Background(sink, "it", limit=10, warn=said.append)
+    background = AsyncSink(sink, "it", max_waiting=10, warn=said.append)
     background.start(None, {}, 7)
     for first in range(0, 40, 4):
-        background.lines([{"step": first + i} for i in range(4)])
+        background.write([{"step": first + i} for i in range(4)])
     sink.gates["start"].set()
     background.finish({})
     assert sink.calls == [("start", 7), *range(30, 40), ("finish", {})]
@@ -88,10 +90,10 @@ def test_what_it_raises_is_said_once_without_secrets(failing, monkeypatch):
         raise RuntimeError("no access for 0123456789012345678901234567890123456789\nand more")
 
     setattr(sink, failing, fail)
-    background = Background(sink, "it", warn=said.append)
+    background = AsyncSink(sink, "it", warn=said.append)
     background.start(None, {}, 7)
     for step in range(3):
-        background.lines([{"step": step}])
+        background.write([{"step": step}])
         time.sleep(0.01)
     background.finish({})
     assert said == ["it: no access for ***; no longer recording there"]
@@ -99,7 +101,7 @@ def test_what_it_raises_is_said_once_without_secrets(failing, monkeypatch):
 
 
 def test_without_a_start_nothing_happens():
-    background = Background(Slow(), "it", warn=pytest.fail)
-    background.lines([{"step": 1}])
+    background = AsyncSink(Slow(), "it", warn=pytest.fail)
+    background.write([{"step": 1}])
     background.finish({})
     assert not background.waiting

@@ -12,12 +12,12 @@ from muown_train.training.tracking.console import ConsoleSink, describe_line
 def test_a_log_has_a_line_now_and_then_and_all_news(capsys):
     sink = ConsoleSink(every=1e9)
     sink.start(None, {}, 300)
-    sink.lines([{"step": 1, "train/loss": 3.0}, {"step": 2, "train/loss": 2.0}])
-    sink.lines([{"step": 3, "train/loss": 1.5}])
-    sink.lines([{"step": 4, "train/loss": 1.0, "valid/loss": 1.25, "valid/perplexity": math.exp(1.25)}])
-    sink.lines([{"step": 5, "train/loss": 1.0, "train/skipped": True}, {"step": 6, "train/loss": 1.0}])
-    sink.lines([{"step": 9, "train/loss": math.nan, "train/skipped": True, "train/skipped_updates": 3}])
-    sink.lines([{"step": 4, "train/loss": 1.0, "train/rolled_back": True}])
+    sink.write([{"step": 1, "train/loss": 3.0}, {"step": 2, "train/loss": 2.0}])
+    sink.write([{"step": 3, "train/loss": 1.5}])
+    sink.write([{"step": 4, "train/loss": 1.0, "valid/loss": 1.25, "valid/perplexity": math.exp(1.25)}])
+    sink.write([{"step": 5, "train/loss": 1.0, "train/skipped": True}, {"step": 6, "train/loss": 1.0}])
+    sink.write([{"step": 9, "train/loss": math.nan, "train/skipped": True, "train/skipped_updates": 3}])
+    sink.write([{"step": 4, "train/loss": 1.0, "train/rolled_back": True}])
     out = capsys.readouterr().out.splitlines()
     assert out == [
         "step   2/300  loss 2.0000",
@@ -66,13 +66,13 @@ def test_the_live_line_never_wraps_and_news_scroll_up(width, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     sink = ConsoleSink()
     sink.start(None, {}, 10_000)
-    sink.lines([USUAL])
+    sink.write([USUAL])
     live = io.StringIO()
     Console(file=live, width=width).print(sink.status._progress.get_renderable())
     assert live.getvalue().count("\n") == 1
     assert width < 80 or live.getvalue().endswith("10h59m left\n")
     assert width < 80 or "4990/10000  loss 10.825  1.235M tokens/s" in live.getvalue()
-    sink.lines([EVALUATED | {"train/skipped_updates": 1}, USUAL | {"step": 4991, "train/diverged": True}])
+    sink.write([EVALUATED | {"train/skipped_updates": 1}, USUAL | {"step": 4991, "train/diverged": True}])
     sink.finish({})
     said = " ".join(screen.getvalue().split())
     assert "1 STEP SKIPPED" in said and "(perplexity 50574.12)" in said and "DIVERGED" in said

@@ -17,7 +17,7 @@ def record(folder, batches) -> list[str]:
     sink.start(folder, {"optim": {"lr": 0.01}, "hub": {"token": "hf_" + "x" * 30}}, 12)
     for first, last, loss in batches:
         steps = range(first, last + 1)
-        sink.lines([{"step": i, "tokens": 8 * i, "train/loss": loss + i, "data/hash": "ab"} for i in steps])
+        sink.write([{"step": i, "tokens": 8 * i, "train/loss": loss + i, "data/hash": "ab"} for i in steps])
     sink.finish({"valid/loss": 1.0})
     return said
 
@@ -41,7 +41,7 @@ def test_flags_and_numbers_that_are_none(tmp_path):
     said: list[str] = []
     sink = TensorBoardSink(warn=said.append)
     sink.start(tmp_path, {}, 2)
-    sink.lines([{"step": 1, "train/loss": math.nan, "train/skipped": True, "train/skipped_updates": 1}])
+    sink.write([{"step": 1, "train/loss": math.nan, "train/skipped": True, "train/skipped_updates": 1}])
     sink.finish({})
     assert said == [] and list((tmp_path / "tensorboard").glob("events.*"))
 

@@ -12,7 +12,7 @@ import pytest
 import wandb
 
 from muown_train.runs.metrics import Metrics
-from muown_train.training.tracking.wandb_sink import WandbSink, run_id
+from muown_train.training.tracking.wandb_sink import WandbSink, get_run_id
 from tests.helpers.paths import ROOT
 from tests.helpers.wandb_server import port_that, read_records, rows_of, served
 
@@ -21,7 +21,7 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 SCRIPT = """
 import json, sys, time
 from pathlib import Path
-from muown_train.cli.main import end_process
+from muown_train.cli.process import end_process
 from muown_train.runs.metrics import Metrics
 from muown_train.training.tracking.wandb_sink import WandbSink
 
@@ -106,7 +106,7 @@ def test_offline_one_run_through_two_restarts_and_a_rollback(clean, tmp_path):
         for step in range(checkpoint + 1, last + 1):
             lines = [{"step": step, "tokens": 256 * step, "train/loss": 1.0, "valid/loss": float("nan")}]
             metrics.append(lines)
-            sink.lines(lines)
+            sink.write(lines)
         sink.finish({"valid/loss": 2.0} if last == 12 else {})
         assert said == []
     assert steps_offline(folder) == [*range(8), *range(5, 10), *range(9, 13)]
@@ -117,7 +117,7 @@ def test_offline_one_run_through_two_restarts_and_a_rollback(clean, tmp_path):
     for record in (record for path in files for record in read_records(path)):
         kinds.setdefault(record.WhichOneof("record_type"), []).append(record)
     runs = [record.run for record in kinds["run"]]
-    assert {run.run_id for run in runs} == {run_id(folder)}
+    assert {run.run_id for run in runs} == {get_run_id(folder)}
     assert all((run.project, run.run_group, list(run.tags)) == ("muown", "g", ["a", "b"]) for run in runs)
     config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
     assert config["optim"] == {"_target_": "torch.optim.AdamW"} and config["data"] == {"token": "***"}
@@ -142,7 +142,7 @@ def test_offline_a_real_run_that_was_killed_goes_on_as_the_same(clean, corpus, t
     run.close()
     trained(corpus, tmp_path, "tracking=wandb", "tracking.mode=offline")
     ids = {path.stem for path in (tmp_path / "run").rglob("*.wandb")}
-    assert ids == {f"run-{run_id(tmp_path / 'run')}"}
+    assert ids == {f"run-{get_run_id(tmp_path / 'run')}"}
     assert sorted(set(steps_offline(tmp_path / "run"))) == list(range(13))
 
 
@@ -190,7 +190,7 @@ def test_online(clean, tmp_path):
     with served("works") as server:
         address = f"http://127.0.0.1:{server.server_port}"
         result = train(tmp_path, 30, WANDB_API_KEY=KEY, WANDB_BASE_URL=address)
-        assert result["said"] == [f"W&B: {address}/me/muown/runs/{run_id(result['folder'])}"]
+        assert result["said"] == [f"W&B: {address}/me/muown/runs/{get_run_id(result['folder'])}"]
         assert [row["step"] for row in server.rows] == list(range(41))
         assert [row["_step"] for row in server.rows] == list(range(41))
         assert "RunResumeStatus" in [asked["operationName"] for asked in server.asked]
