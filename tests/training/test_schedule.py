@@ -68,7 +68,7 @@ def test_fractions_do_not_depend_on_the_budget():
         (lambda: constant(0, 10, warmup="2%"), "schedule.warmup='2%'"),
         (lambda: power_cooldown(0, 10, cooldown=70), "schedule.cooldown=70"),
         (lambda: power_cooldown(0, 10, power=-1), "schedule.power=-1"),
-        (lambda: power_cooldown(0, 10, horizon=9), "schedule.horizon=9 must be the run's 10 updates or more"),
+        (lambda: power_cooldown(0, 10, horizon=9), "schedule.horizon=9 must be the run's 10 steps or more"),
         (lambda: power_cooldown(0, 10, horizon=1.5), "schedule.horizon=1.5"),
     ],
 )
