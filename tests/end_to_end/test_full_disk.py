@@ -1,20 +1,19 @@
-"""A disk that cannot take what a script writes: no wrong setting, so status 1, and a sentence that names the folder."""
+"""A disk that cannot take what a command writes: no wrong setting, so status 1, and a sentence that names the folder."""
 
+import contextlib
 import os
 import re
-import subprocess
-import sys
+import resource
 
 import pytest
 
-from muown_train.cli import main as __main__
+from muown_train.cli import errors
 from muown_train.cli.errors import FAILED, WRONG, report_errors
 from muown_train.runs.hf.export import export_run
 from muown_train.runs.saved_run import open_run
 from muown_train.runtime import atomic_files as files
-from tests.cli.test_main import limited
-from tests.helpers.paths import ROOT
-from tests.helpers.runs import slow_but, trained
+from tests.cli.test_main import call
+from tests.helpers.runs import trained
 
 
 @pytest.fixture(scope="module")
@@ -25,23 +24,29 @@ def run(corpus, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(
-    "words",
-    slow_but([("average.py", "{}")], [("average.py", "{}"), ("export_hf.py", "{}"), ("import_hf.py", "{}/hf")]),
-    ids=" ".join,
-)
+@contextlib.contextmanager
+def file_size_limit(size):
+    """No file of this process may grow beyond so many bytes, as if the disk were full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# capsys keeps the output in memory: pytest's own capture is a file, which is limited too
+@pytest.mark.parametrize("words", ["average {}", "export {}", "import {}/hf"])
 @pytest.mark.parametrize("room", [10, 200_000], ids=["before", "amid the weights"])
-def test_a_script_that_writes_a_folder(run, tmp_path, words, room):
-    script, source = words[0], words[1].format(run.folder)
-    command = [sys.executable, str(ROOT / "scripts" / script), source, "--out", str(tmp_path / "out")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, preexec_fn=limited(room))
-    assert done.returncode == FAILED
-    assert re.fullmatch(rf"error: {tmp_path}/out(/[\w.]+)?: File too large\n", done.stderr), done.stderr
+def test_a_command_that_writes_a_folder(run, tmp_path, monkeypatch, capsys, words, room):
+    with file_size_limit(room):
+        status, said = call(monkeypatch, *words.format(run.folder).split(), "--out", str(tmp_path / "out"))
+    assert status == FAILED
+    assert re.fullmatch(rf"error: {tmp_path}/out(/[\w.]+)?: File too large\n", said), said
     assert [path.name for path in tmp_path.iterdir()] == [".out.lock"]
 
 
-@pytest.mark.parametrize("number", __main__._PASSING, ids=os.strerror)
+@pytest.mark.parametrize("number", errors._PASSING, ids=os.strerror)
 def test_what_passes_is_no_wrong_setting(number, capsys, tmp_path):
     with pytest.raises(SystemExit) as ended, report_errors([]), files.atomic_folder(tmp_path / "out", lambda _: None):
         raise OSError(number, os.strerror(number))

@@ -1,4 +1,7 @@
-"""Run a function on several real gloo ranks of this machine and collect what each returns."""
+"""Run a function on several real gloo ranks of this machine and collect what each returns.
+
+Ranks are forked from a process that has imported torch and the trainer once, which takes most of the time of a start.
+"""
 
 import os
 import socket
@@ -8,6 +11,8 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+PRELOADED = ["torch", "muown_train.training.build"]
+
 
 def free_port() -> int:
     with socket.socket() as s:
@@ -15,22 +20,19 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def _entry(rank: int, size: int, port: int, function: Callable[..., Any], args: tuple, results: Any) -> None:
+def _entry(
+    rank: int, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...], results: Any
+) -> None:
     import torch
 
     torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    os.environ.clear()  # that of the process which preloads may be an earlier test's
+    os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     from muown_train.runtime.distributed import join_world
 
     try:
-        with join_world() as here:
-            results[rank] = ("done", function(here, *args))
+        with join_world() as world:
+            results[rank] = ("done", function(world, *args))
     except BaseException:
         results[rank] = ("failed", traceback.format_exc())
         raise
@@ -38,7 +40,10 @@ def _entry(rank: int, size: int, port: int, function: Callable[..., Any], args: 
 
 def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """`function(world, *args)` on each rank; results in order of rank. It must be importable (module level)."""
+    mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    environment = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.start_processes(_entry, (size, free_port(), function, args, results), nprocs=size, start_method="spawn")
+        passed = (dict(os.environ) | environment, function, args, results)
+        mp.start_processes(_entry, passed, nprocs=size, start_method="forkserver")
         return [results[rank][1] for rank in range(size)]
