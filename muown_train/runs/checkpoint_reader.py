@@ -1,7 +1,7 @@
 """The reader of checkpoints, for the trainer that resumes and for everything else that uses a run's weights.
 
-Opening a checkpoint makes nothing else of its run. Its files stay open, so that its content can be read as long as it is
-needed, even if the run removes it meanwhile.
+Opening a checkpoint makes nothing else of its run. Its files stay open, so that its content can be read as long as it
+is needed, even if the run removes it meanwhile.
 """
 
 import json

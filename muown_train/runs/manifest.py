@@ -1,4 +1,4 @@
-"""What a run was: versions, device, data, and for every parameter the optimizer, its rates and its row blocks."""
+"""The manifest of a run: versions, device, data, and each parameter's optimizer, learning rate and row blocks."""
 
 import importlib.metadata
 import json
@@ -42,30 +42,31 @@ def describe(
     data: Mapping[str, Any],
     settings: TrainerSettings,
     world: World,
-    started: Mapping[str, Any] | None = None,
+    initial_weights: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Facts about a run as JSON.
+    """Return the manifest of a run as JSON.
 
     Args:
-        started: what it started from, if not from scratch.
+        data: metadata of the data.
+        initial_weights: metadata of the weights that the run started with, if not from scratch.
     """
     return {
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
-        "git_commit": _git_commit(),
+        "versions": {"python": platform.python_find_version()} | {name: _find_version(name) for name in _PACKAGES},
+        "git_commit": _find_git_commit(),
         "command": sys.argv[1:],
         "device": get_device_name(world.device),
         "ranks": world.size,
         "threads": torch.get_num_threads(),
         "parameters": sum(p.numel() for p in model.parameters()),
         "settings": asdict(settings),
-        "init_from": dict(started) if started else None,
+        "init_from": dict(initial_weights) if initial_weights else None,
         "data": dict(data),
-        "groups": groups(optimizer),
+        "groups": describe_groups(optimizer),
     }
 
 
-def groups(optimizer: Combined) -> list[dict[str, Any]]:
-    """The resolved settings of every group of parameters."""
+def describe_groups(optimizer: Combined) -> list[dict[str, Any]]:
+    """Return the resolved settings of every parameter group."""
     return [
         {
             "role": group.get("role", "matrix"),
@@ -74,7 +75,7 @@ def groups(optimizer: Combined) -> list[dict[str, Any]]:
             "weight_decay": group["weight_decay"],
             "blocks": group.get("blocks"),
             "patterns": group.get("patterns", {}),
-            "scales": sorted(set(part.scales(group))) if isinstance(part, MatrixOptimizer) else [],
+            "scales": sorted(set(part.get_lr_scales(group))) if isinstance(part, MatrixOptimizer) else [],
             "parameters": {name: list(p.shape) for name, p in zip(group["param_names"], group["params"], strict=True)},
         }
         for part in optimizer.optimizers
@@ -82,31 +83,31 @@ def groups(optimizer: Combined) -> list[dict[str, Any]]:
     ]
 
 
-def write(folder: Path, config: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """config.yaml and manifest.json in a run's folder, with *** in place of secrets.
+def write(folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+    """Write config.yaml and manifest.json in a run's folder, with *** in place of secrets.
 
     Raises:
         OSError: the folder cannot be written.
     """
     write_atomic(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(redact_tree(config))).encode())
-    write_atomic(folder / "manifest.json", (json.dumps(redact_tree(facts), indent=1) + "\n").encode())
+    write_atomic(folder / "manifest.json", (json.dumps(redact_tree(manifest), indent=1) + "\n").encode())
 
 
-def show(facts: Mapping[str, Any], folder: Path) -> None:
-    """The head of a run's output."""
-    settings = facts["settings"]
+def show(manifest: Mapping[str, Any], folder: Path) -> None:
+    """Print the head of a run's output."""
+    settings = manifest["settings"]
     tokens = settings["steps"] * settings["batch_tokens"]
     amount = f"{tokens / 1e6:,.1f}M" if tokens >= 1e5 else f"{tokens:,}"
     precision = "bfloat16" if settings["autocast"] else "float32"
     print(f"{folder}")
     print(
-        f"  {facts['parameters']:,} parameters, {settings['steps']:,} updates of {settings['batch_tokens']:,} tokens "
-        f"({amount}), {precision} on {facts['ranks']} x {facts['device']}"
+        f"  {manifest['parameters']:,} parameters, {settings['steps']:,} steps of {settings['batch_tokens']:,} tokens "
+        f"({amount}), {precision} on {manifest['ranks']} x {manifest['device']}"
     )
-    if started := facts["init_from"]:
-        padded = f", {started['padded']} rows of the vocabulary added" if started["padded"] else ""
-        print(f"  weights at first of {started['path']}, update {started['step']}{padded}")
-    for group in facts["groups"]:
+    if initial := manifest["init_from"]:
+        padded = f", {initial['padded']} rows of the vocabulary added" if initial["padded"] else ""
+        print(f"  starts with the weights of {initial['path']} after step {initial['step']}{padded}")
+    for group in manifest["groups"]:
         shapes = group["parameters"].values()
         numbers = sum(math.prod(shape) for shape in shapes)
         print(
@@ -114,25 +115,25 @@ def show(facts: Mapping[str, Any], folder: Path) -> None:
             f" lr {group['lr']:g}  weight decay {group['weight_decay']:g}"
             + (f"  scale {' '.join(f'{scale:.2f}' for scale in group['scales'])}" if group["scales"] else "")
             + (f"  row blocks {'+'.join(map(str, group['blocks']))}" if group["blocks"] else "")
-            + "".join(f"\n  {'':<9}   {pattern}: {shown(chosen)}" for pattern, chosen in group["patterns"].items()),
+            + "".join(f"\n  {'':<9}   {pattern}: {format_settings(own)}" for pattern, own in group["patterns"].items()),
             flush=True,
         )
 
 
-def shown(settings: Mapping[str, Any]) -> str:
-    """Settings as text."""
+def format_settings(settings: Mapping[str, Any]) -> str:
+    """Return settings as text."""
     return ", ".join(f"{key} {value}" for key, value in settings.items())
 
 
-def _version(package: str) -> str | None:
+def _find_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _git_commit() -> str | None:
-    """Of the checkout that this code lies in, with `+` if it was changed since."""
+def _find_git_commit() -> str | None:
+    """Return the commit of the checkout that this code lies in, with `+` if the code was changed since."""
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
         return None

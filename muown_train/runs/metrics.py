@@ -1,7 +1,7 @@
-"""What a run writes down: metrics.jsonl is the record; the terminal, W&B and TensorBoard are sinks of the same lines.
+"""The metrics of a run: metrics.jsonl is the record; the terminal, W&B and TensorBoard are sinks of the same lines.
 
-Only the main rank has records. A line is a flat JSON object with `step`, the number of updates done (0 before the
-first), and `tokens`, those trained on so far.
+Only the main rank writes metrics. A line is a flat JSON object with `step`, the number of steps done (0 before the
+first), and `tokens`, the number of tokens trained on so far.
 """
 
 import json
@@ -18,7 +18,7 @@ Line = dict[str, Any]
 
 
 class Sink(Protocol):
-    """Something that is shown every line of metrics. Lines belong to all sinks: none changes them."""
+    """An object that shows or stores lines of metrics. All sinks share the lines, so none changes them."""
 
     def start(self, folder: Path, config: Mapping[str, Any], steps: int) -> None: ...
 
@@ -28,45 +28,45 @@ class Sink(Protocol):
 
 
 class Metrics:
-    """The record of a run in its folder.
+    """The files of metrics in a run's folder.
 
-    metrics.jsonl               a line for every update, each step once
-    metrics.rolled_back.jsonl   lines of updates that were lost or taken back, and broken ones; some may be there twice
-    events.jsonl                what happened besides, such as skipped updates; never taken back
+    metrics.jsonl               one line for each step
+    metrics.rolled_back.jsonl   lines of steps that were lost or taken back, and broken lines; some may be there twice
+    events.jsonl                other events, such as skipped steps; they are never taken back
 
-    What has been appended is with the system and survives the process, however it ends. A power cut may take what came
-    after the last `sync`, usually the lines of the last half minute: the system writes them when it likes.
+    Appended lines are with the operating system and survive the process, however it ends. A power cut may take the
+    lines after the last `sync`, usually those of the last half minute, because the system writes them when it likes.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.jsonl"
-        self._lines, self._events = WholeLines(self.path), WholeLines(folder / "events.jsonl")
+        self._lines, self._events = LineFile(self.path), LineFile(folder / "events.jsonl")
 
     def append(self, lines: Iterable[Line]) -> None:
         """Write lines at once.
 
         Raises:
-            OSError: they cannot be written now. The file is as before; they, and events that wait, will be written,
-                in order, by the next call that can.
+            OSError: they cannot be written now. The file is as before; the next call that can writes them and the
+                waiting events, in order.
         """
-        self._lines.waiting += map(encoded, lines)
+        self._lines.waiting += map(encode_line, lines)
         self._lines.write()
         self._events.write()
 
-    def event(self, facts: Mapping[str, Any]) -> None:
-        """Write a line to events.jsonl; one that cannot be written now waits for the next event or `append`."""
-        self._events.waiting.append(encoded(facts))
-        with suppress(OSError):  # the next `append` says it
+    def append_event(self, event: Mapping[str, Any]) -> None:
+        """Write a line to events.jsonl; if that is impossible now, it waits for the next event or `append`."""
+        self._events.waiting.append(encode_line(event))
+        with suppress(OSError):  # the next `append` raises it
             self._events.write()
 
     def sync(self) -> None:
-        """Wait until the lines written so far are on the disk, as before a checkpoint that must not outlast them."""
+        """Wait until the lines written so far are on the disk: a checkpoint of their step must not outlast them."""
         for path in (self.path, self._events.path):
             if path.exists():
                 sync_to_disk(path)
 
     def rewind(self, step: int) -> None:
-        """Move the lines after `step`, and any broken or repeated one, to metrics.rolled_back.jsonl.
+        """Move the lines after `step`, and broken or repeated lines, to metrics.rolled_back.jsonl.
 
         Nothing is deleted: the lines are on the disk there before they leave metrics.jsonl.
 
@@ -78,14 +78,14 @@ class Metrics:
         moved: list[bytes] = []
         last = -math.inf
         for text in (*content.split(b"\n"), *(text.rstrip(b"\n") for text in self._lines.waiting)):
-            line = _parsed(text)
+            line = _parse_line(text)
             if line is not None and last < line["step"] <= step:
                 kept.append(text + b"\n")
                 last = line["step"]
             elif text:
                 moved.append(text + b"\n")
         if moved:
-            rolled_back = WholeLines(self.path.with_name("metrics.rolled_back.jsonl"))
+            rolled_back = LineFile(self.path.with_name("metrics.rolled_back.jsonl"))
             rolled_back.waiting = moved
             rolled_back.write()
             sync_to_disk(rolled_back.path)
@@ -94,55 +94,55 @@ class Metrics:
         self._lines.waiting.clear()
 
     def amend(self, line: Line) -> None:
-        """Put a line in place of the last one, if that is of the same step, and else after it; at once or not at all.
+        """Write a line at the end, in place of the last line if that has the same step; at once or not at all.
 
         Raises:
             OSError: the file cannot be written; it is as before.
         """
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
-        last = _parsed(lines[-1]) if lines else None
+        last = _parse_line(lines[-1]) if lines else None
         if last is not None and last["step"] == line["step"]:
             lines.pop()
-        write_atomic(self.path, b"".join([*lines, encoded(line)]))
+        write_atomic(self.path, b"".join([*lines, encode_line(line)]))
 
     def read(self) -> list[Line]:
-        """All lines, those that wait too."""
+        """Return all lines, also those that wait to be written."""
         written = read_metrics(self.path) if self.path.exists() else []
-        return written + [line for text in self._lines.waiting if (line := _parsed(text)) is not None]
+        return written + [line for text in self._lines.waiting if (line := _parse_line(text)) is not None]
 
 
-class WholeLines:
-    """A file of JSON lines, all of them whole. `waiting` are encoded lines, with their ends, that are to be written."""
+class LineFile:
+    """A file of JSON lines that holds whole lines alone. `waiting` holds encoded lines that are still to be written."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.waiting = path, list[bytes]()
 
     def write(self) -> None:
-        """Write all that waits, or nothing.
+        """Write all waiting lines, or none.
 
         Raises:
-            OSError: it is impossible now; all go on to wait.
+            OSError: it is impossible now; the lines go on waiting.
         """
         if not self.waiting:
             return
         end = None
         try:
             with self.path.open("a+b", buffering=0) as file:
-                end = _mended(file)
+                end = _repair_end(file)
                 rest = memoryview(b"".join(self.waiting))
                 while rest:
                     rest = rest[file.write(rest) :]
         except OSError as error:
             if end is not None:
-                with suppress(OSError):  # then the next call mends it
+                with suppress(OSError):  # if this fails, the next call repairs the file
                     os.truncate(self.path, end)
             count = f"{len(self.waiting)} line{'s' * (len(self.waiting) > 1)}"
             raise OSError(f"{self.path}: {error.strerror or error}; {count} to be written") from error
         self.waiting.clear()
 
 
-def _mended(file: BinaryIO) -> int:
-    """The end of a file of which a kill may have left a part of a line, that part cut off; the file stands there."""
+def _repair_end(file: BinaryIO) -> int:
+    """Cut off the part of a line that a kill may have left at the end; leave the file there and return the place."""
     end = file.seek(0, os.SEEK_END)
     if end:
         file.seek(end - 1)
@@ -151,7 +151,7 @@ def _mended(file: BinaryIO) -> int:
             content = file.read()
             end = content.rfind(b"\n") + 1
             file.truncate(end)
-            if _is_json(content[end:]):  # only its end was missing
+            if _is_json(content[end:]):  # only the end of the line was missing
                 file.write(content[end:] + b"\n")
                 end = len(content) + 1
     return end
@@ -167,11 +167,11 @@ def parse_metrics(file: BinaryIO, last: int | None = None) -> list[Line]:
     """Return the lines of an open metrics.jsonl, as `read_metrics` does of a path."""
     if last is not None:
         file.seek(max(0, file.seek(0, os.SEEK_END) - last))
-    return [line for text in file.read().split(b"\n") if (line := _parsed(text)) is not None]
+    return [line for text in file.read().split(b"\n") if (line := _parse_line(text)) is not None]
 
 
-def _parsed(text: bytes) -> Line | None:
-    """A line of metrics, if it is one, with what `encoded` wrote as strings as numbers again."""
+def _parse_line(text: bytes) -> Line | None:
+    """Return a line of metrics, with the strings that `encode_line` wrote as numbers again; None for another text."""
     try:
         line = json.loads(text)
         if not isinstance(line, dict) or not math.isfinite(line["step"]):
@@ -188,8 +188,8 @@ def _is_json(text: bytes) -> bool:
         return False
 
 
-def encoded(line: Mapping[str, Any]) -> bytes:
-    """A line as bytes; NaN and infinities as strings: JSON has none."""
+def encode_line(line: Mapping[str, Any]) -> bytes:
+    """Return a line as bytes. NaN and infinities become strings, since JSON does not have them."""
     finite = {
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in line.items()

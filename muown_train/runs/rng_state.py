@@ -1,4 +1,4 @@
-"""The state of every random generator of a process, as tensors and JSON."""
+"""The state of every random number generator of a process, as tensors and JSON."""
 
 import random
 
@@ -10,9 +10,9 @@ from muown_train.runtime.distributed import World
 
 
 class RandomState:
-    """The global generators of torch (CPU, and this rank's CUDA device), numpy and Python, under this rank's number.
+    """The global generators of torch (CPU, and this rank's CUDA device), numpy and Python, stored by rank.
 
-    A state of N ranks loads on any number: a rank that had none keeps its generators as they are.
+    A state of N ranks loads on any number of ranks: a rank without a stored state keeps its generators as they are.
     """
 
     def __init__(self, world: World) -> None:

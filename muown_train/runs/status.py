@@ -1,7 +1,8 @@
-"""How a run stands, in its folder: status.json for those who look, starts.jsonl to know when to give up.
+"""The status of a run, in its folder: status.json tells people, starts.jsonl tells the run when to give up.
 
-status.json    {"state", "reason", "step", "steps", "time"}; states: running (or cut off, if no process has the
-               folder), stopped or failed (the same command goes on), finished, diverged; `step` is of then
+status.json    {"state", "reason", "step", "steps", "time"}; the states are running (or cut off, if no process holds
+               the folder's lock), stopped or failed (the same command goes on), finished, and diverged; `step` is the
+               step at `time`
 starts.jsonl   a line for each start: {"job", "failed_at", "time"}
 """
 
@@ -15,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 from muown_train.runs.metrics import Metrics
 from muown_train.runtime.atomic_files import read_json, write_atomic
 
-if TYPE_CHECKING:  # tables of runs are made without torch
+if TYPE_CHECKING:  # those who read a status load no torch
     from muown_train.runtime.distributed import World
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How training ended, or stands."""
+    """The state of training, and how it ended."""
 
     state: str  # running, stopped, failed, finished, diverged
     reason: str = ""
 
 
 class GaveUp(Exception):
-    """The same update has failed too often."""
+    """The same step has failed too often."""
 
 
 def write_status(folder: Path, outcome: Outcome, step: int, steps: int) -> None:
@@ -38,24 +39,24 @@ def write_status(folder: Path, outcome: Outcome, step: int, steps: int) -> None:
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """What status.json says; {} where there is none or it cannot be read."""
+    """Return the content of status.json; {} if there is none or it cannot be read."""
     return read_json(folder / "status.json")
 
 
 def count_start(folder: Path, give_up_after: int, world: "World") -> None:
-    """Note that a run starts; a collective call. A start that follows a planned end does not count as a failure.
+    """Record that a run starts. A start after a planned end does not count as a failure. A collective call.
 
     Args:
-        give_up_after: so many starts of the same SLURM job (or of none) may fail at the same update in a row.
+        give_up_after: the number of starts in a row, of the same SLURM job or of none, that may fail at the same step.
 
     Raises:
-        GaveUp: they have; on every rank.
+        GaveUp: that many have failed; raised on every rank.
         OSError: the folder cannot be written.
     """
-    world.run_on_main(lambda: _count(folder, give_up_after))
+    world.run_on_main(lambda: _record_start(folder, give_up_after))
 
 
-def _count(folder: Path, give_up_after: int) -> None:
+def _record_start(folder: Path, give_up_after: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path, job = folder / "starts.jsonl", os.environ.get("SLURM_JOB_ID")
     starts = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -71,10 +72,10 @@ def _count(folder: Path, give_up_after: int) -> None:
     same = all(start["job"] == job and start["failed_at"] == failed_at for start in last)
     given_up = failed_at is not None and same and len(last) == give_up_after
     if given_up:
-        starts[-1]["failed_at"] = None  # whoever starts it again has looked at it
+        starts[-1]["failed_at"] = None  # whoever starts it again has looked at the cause
     write_atomic(path, "".join(json.dumps(start) + "\n" for start in starts).encode())
     if given_up:
         raise GaveUp(
-            f"{folder}: {give_up_after} starts in a row failed after update {failed_at}; look at the log, "
+            f"{folder}: {give_up_after} starts in a row failed after step {failed_at}; look at the log, "
             "mend the cause, and start the run again"
         )

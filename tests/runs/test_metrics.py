@@ -86,7 +86,7 @@ def test_a_kill_between_moving_and_replacing_loses_nothing(tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(records, "replace", killed)
+        patch.setattr(records, "write_atomic", killed)
         with pytest.raises(KeyboardInterrupt):
             metrics.rewind(6)
     assert metrics.path.read_bytes() == before
@@ -202,10 +202,10 @@ def test_a_folder_that_went_away(tmp_path):
 def test_events_are_never_taken_back_and_never_stop_the_run(tmp_path):
     metrics = Metrics(tmp_path)
     metrics.append(some_lines(0, 5))
-    metrics.event({"kind": "skipped update", "step": 5, "ranks": [1], "train/grad_norm": math.inf})
+    metrics.append_event({"kind": "skipped update", "step": 5, "ranks": [1], "train/grad_norm": math.inf})
     with pytest.MonkeyPatch.context() as patch:
         Disk(0).put_under(patch)
-        metrics.event({"kind": "rollback", "step": 6})
+        metrics.append_event({"kind": "rollback", "step": 6})
     metrics.rewind(2)
     metrics.append(some_lines(3, 3))
     metrics.sync()

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,18 +27,17 @@ from muown_train.config.checks import check_int
 from muown_train.config.compose import load_config
 from muown_train.config.overrides import check_overrides, parse_overrides
 from muown_train.runtime.atomic_files import write_atomic
-from muown_train.runtime.formatting import format_duration, format_speed
+from muown_train.runtime.progress import Progress, StatusLine
 from muown_train.runtime.suggest import suggest_nearest
 
 if TYPE_CHECKING:
     import torch
 
     from muown_train.analysis.scoring import Scoring
-    from muown_train.data.text.eval_texts import Text
+    from muown_train.data.text.eval_texts import EvalText
     from muown_train.runs.saved_run import SavedRun
 
 OWN_KEYS = ("valid_tokens", "seq_len", "micro_batch", "cache")
-EVERY = 10.0  # seconds between two lines of progress that do not replace each other
 
 
 def main(words: Sequence[str]) -> None:
@@ -104,7 +101,7 @@ def parse_settings(settings: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return own, data
 
 
-def find_text(data: list[str], own: dict[str, Any], source: str | None) -> Text | None:
+def find_text(data: list[str], own: dict[str, Any], source: str | None) -> EvalText | None:
     """Return the text that the settings choose; None for the validation text of each run.
 
     Args:
@@ -112,27 +109,28 @@ def find_text(data: list[str], own: dict[str, Any], source: str | None) -> Text 
         source: key or column that names the source of a document.
     """
     from muown_train.data.cache import cache_folder
-    from muown_train.data.text.eval_texts import text_of
+    from muown_train.data.text.eval_texts import read_eval_text
 
     if not data:
         if source is not None:
             raise ValueError(f"--source {source} is for files: give data=files with data.valid=GLOB")
         return None
     config = load_config(data)
-    return text_of(config.data, source, own.get("valid_tokens", config.valid_tokens), cache_folder(own.get("cache")))
+    valid_tokens = own.get("valid_tokens", config.valid_tokens)
+    return read_eval_text(config.data, source, valid_tokens, cache_folder(own.get("cache")))
 
 
 def evaluate(
     runs: Sequence[str],
     saved_runs: Sequence[SavedRun],
-    text: Text | None,
+    text: EvalText | None,
     own: dict[str, Any],
     device: torch.device,
     file: Path | None,
 ) -> None:
     """Evaluate the runs one after the other, print the table and write the results to `file`."""
     from muown_train.analysis import score_report as report
-    from muown_train.analysis.scoring import prepared
+    from muown_train.analysis.scoring import prepare_scoring
 
     labels = [f"{saved.folder.name} @{saved.step}" for saved in saved_runs]
     if len(set(labels)) < len(labels):
@@ -144,7 +142,7 @@ def evaluate(
     for run, saved, label in zip(runs, saved_runs, labels, strict=True):
         scoring = None
         try:
-            scoring = prepared(saved, saved.load_model(device), text, **own)
+            scoring = prepare_scoring(saved, saved.load_model(device), text, **own)
             score_all(label, scoring, saved, device)
             complete = True
         except KeyboardInterrupt:
@@ -168,36 +166,7 @@ def evaluate(
 
 def score_all(label: str, scoring: Scoring, saved: SavedRun, device: torch.device) -> None:
     """Evaluate a run block by block, and show its progress."""
-    progress = Progress(label, scoring.tokens)
-    try:
-        with saved.autocast(device):
-            for done in scoring.blocks(device):
-                progress.show(done)
-    finally:
-        progress.end()
-
-
-class Progress:
-    """The progress of one run on standard error: one line that is replaced on a terminal, elsewhere a line at times."""
-
-    def __init__(self, label: str, tokens: int) -> None:
-        self.label, self.tokens, self.started = label, tokens, time.monotonic()
-        self.live = sys.stderr.isatty()
-        self.shown = self.started - EVERY + 2  # what takes less than 2 seconds shows nothing
-
-    def show(self, done: int) -> None:
-        """Show the number of tokens done, if the last line was shown long enough ago."""
-        now = time.monotonic()
-        if now - self.shown < (0.2 if self.live else EVERY):
-            return
-        self.shown, speed = now, done / (now - self.started)
-        line = f"{self.label}: {done:,} of {self.tokens:,} tokens, {format_speed(speed)}, "
-        line += f"{format_duration((self.tokens - done) / speed)} left"
-        print(
-            f"\r\x1b[2K{line[:100]}" if self.live else line, end="" if self.live else "\n", file=sys.stderr, flush=True
-        )
-
-    def end(self) -> None:
-        """Remove the line from the terminal."""
-        if self.live:
-            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+    with StatusLine(first=2.0) as line, saved.autocast(device):
+        progress = Progress(line, total=scoring.tokens, label=label)
+        for done in scoring.evaluate_blocks(device):
+            progress.update(done)

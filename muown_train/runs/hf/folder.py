@@ -1,4 +1,4 @@
-"""A folder of `transformers` as weights and settings of ours, or a sentence on what does not fit."""
+"""Read a folder of `transformers` as weights and settings of ours, or say in a sentence what does not fit."""
 
 import json
 import re
@@ -12,72 +12,77 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from muown_train.config.instantiate import factory, whole
-from muown_train.data.text.tokenizer import TOKENIZER, fingerprint_of
+from muown_train.config.checks import check_int
+from muown_train.config.instantiate import bind_target
+from muown_train.data.text.tokenizer import TOKENIZER, fingerprint_tokenizer
 from muown_train.models.language_model import LanguageModel
 from muown_train.runs.checkpoint import ModelState
+from muown_train.runs.checkpoint_reader import check_finite
 from muown_train.runs.hf import layouts
 from muown_train.runs.hf.config_json import ORIGIN
-from muown_train.runs.weights import check_finite
 
-_IGNORED = re.compile(r"^lm_head\.weight$|\.rotary_emb\.inv_freq$")  # tied; a constant that old versions stored
+_IGNORED = re.compile(r"^lm_head\.weight$|\.rotary_emb\.inv_freq$")  # tied weight; constant of old versions
 
 
 @dataclass(frozen=True)
-class Folder:
-    """What was read."""
+class TransformersFolder:
+    """The content of a folder of transformers, in terms of this package."""
 
     model: dict[str, Any]  # settings of our model, with its `_target_`
     weights: dict[str, Tensor]  # by our names, float32
     tokenizer: bytes | None  # tokenizer.json
-    tokenizer_hash: str | None  # fingerprint of the tokenizer that it was exported with, else of tokenizer.json
-    origin: dict[str, Any]  # of an export of ours: `run`, `step`
+    tokenizer_hash: str | None  # fingerprint of the tokenizer it was exported with, else of tokenizer.json
+    origin: dict[str, Any]  # in an export of ours: `run`, `step`
 
 
-def is_folder(path: Path) -> bool:
-    """Whether it looks like a folder of transformers."""
+def is_transformers_folder(path: Path) -> bool:
+    """Tell whether a folder looks like one of transformers."""
     return (path / "config.json").is_file()
 
 
-def read_folder(path: Path) -> Folder:
+def read_transformers_folder(path: Path) -> TransformersFolder:
     """Read config.json, model*.safetensors and tokenizer.json. Nothing in it is run or unpickled.
 
     Raises:
-        ValueError: it is no such folder, or holds a model that none of ours is.
+        ValueError: it is no such folder, or holds a model that this package does not have.
     """
-    if not is_folder(path):
-        raise ValueError(f"{path} has no config.json: give a folder of save_pretrained or scripts/export_hf.py")
+    if not is_transformers_folder(path):
+        raise ValueError(f"{path} has no config.json: give a folder of save_pretrained or of muown-train export")
     try:
-        config = _object(path / "config.json")
+        config = _read_json(path / "config.json")
         if config.get("quantization_config") is not None:
             raise ValueError("config.json has a quantization_config: quantised weights are not read")
-        layout = layouts.of_config(config)
-        model = {"_target_": layout.TARGET, **layout.settings(config)}
-        weights = layout.imported(_fitting(_weights(path), model, layout), model)
-        origin = _object(path / ORIGIN) if (path / ORIGIN).exists() else {}
+        layout = layouts.find_layout_of_config(config)
+        model = {"_target_": layout.TARGET, **layout.to_settings(config)}
+        weights = layout.import_weights(_select_weights(_read_weights(path), model, layout), model)
+        origin = _read_json(path / ORIGIN) if (path / ORIGIN).exists() else {}
         if "step" in origin:
-            origin["step"] = whole(f"{ORIGIN}: step", origin["step"], 0)
+            origin["step"] = check_int(f"{ORIGIN}: step", origin["step"], 0)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     tokenizer = (path / TOKENIZER).read_bytes() if (path / TOKENIZER).exists() else None
-    found = fingerprint_of(tokenizer) if tokenizer else None
-    return Folder(model, weights, tokenizer, origin.get("tokenizer_hash", found), origin)
+    fingerprint = fingerprint_tokenizer(tokenizer) if tokenizer else None
+    return TransformersFolder(model, weights, tokenizer, origin.get("tokenizer_hash", fingerprint), origin)
 
 
-def _fitting(theirs: Mapping[str, Tensor], settings: Mapping[str, Any], layout: layouts.Layout) -> Mapping[str, Tensor]:
-    """Those of the weights that the model has, by their names; it is made without memory, which sizes may ask for.
+def _select_weights(
+    theirs: Mapping[str, Tensor], settings: Mapping[str, Any], layout: layouts.Layout
+) -> Mapping[str, Tensor]:
+    """Return those of the weights that the model has, by their names.
+
+    The model is made without memory, since a stranger's sizes may ask for any amount.
 
     Raises:
-        ValueError: naming one that is missing, has no place or has another shape.
+        ValueError: a weight is missing, has no place in the model or has another shape.
     """
     if settings["layers"] > len(theirs):
         raise ValueError(f"config.json has num_hidden_layers={settings['layers']}, and there are {len(theirs)} weights")
     try:
         with torch.device("meta"):
-            model: LanguageModel = factory(settings, "model")()
+            model: LanguageModel = bind_target(settings, "model")()
     except (RuntimeError, OverflowError) as error:
         raise ValueError(f"config.json has sizes that no model can have: {str(error).splitlines()[0]}") from error
-    wanted = layout.exported(ModelState(model).state_dict())
+    wanted = layout.export_weights(ModelState(model).state_dict())
     if missing := wanted.keys() - theirs.keys():
         raise ValueError(f"there is no weight {min(missing)} in model*.safetensors")
     if odd := [name for name in theirs if name not in wanted and not _IGNORED.search(name)]:
@@ -89,7 +94,7 @@ def _fitting(theirs: Mapping[str, Tensor], settings: Mapping[str, Any], layout: 
     return {name: theirs[name] for name in wanted}
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -99,7 +104,7 @@ def _object(path: Path) -> dict[str, Any]:
     return content
 
 
-def _weights(path: Path) -> dict[str, Tensor]:
+def _read_weights(path: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for file in sorted(path.glob("model*.safetensors")):
         try:

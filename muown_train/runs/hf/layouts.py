@@ -1,4 +1,4 @@
-"""Which models of ours are which of `transformers`. A module for each says how names, shapes and settings translate."""
+"""The table of our models that `transformers` has too. A module for each translates names, shapes and settings."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -9,27 +9,27 @@ from muown_train.runs.hf import llama, qwen2
 
 
 class Layout(Protocol):
-    """What such a module holds."""
+    """The content of such a module."""
 
-    TARGET: str  # of our model
-    MODEL_TYPE: str  # in their config.json
-    ARCHITECTURE: str  # their class
-    GROUP: str  # a model= of ours with this target
+    TARGET: str  # `_target_` of our model
+    MODEL_TYPE: str  # in the config.json of transformers
+    ARCHITECTURE: str  # class of transformers
+    GROUP: str  # an option of our config group `model` with this target
 
-    def config(self, settings: Mapping[str, Any]) -> dict[str, Any]: ...
+    def to_config(self, settings: Mapping[str, Any]) -> dict[str, Any]: ...
 
-    def settings(self, config: Mapping[str, Any]) -> dict[str, Any]: ...
+    def to_settings(self, config: Mapping[str, Any]) -> dict[str, Any]: ...
 
-    def exported(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+    def export_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
 
-    def imported(self, weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]: ...
+    def import_weights(self, weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]: ...
 
 
 LAYOUTS: tuple[Layout, ...] = (llama, qwen2)
 
 
-def of_target(target: str) -> Layout:
-    """The layout of one of our models.
+def find_layout(target: str) -> Layout:
+    """Return the layout of one of our models.
 
     Raises:
         ValueError: transformers has no such model.
@@ -41,11 +41,11 @@ def of_target(target: str) -> Layout:
     raise ValueError(f"transformers has no model like {target.rpartition('.')[2]}: only {known} can be exported")
 
 
-def of_config(config: Mapping[str, Any]) -> Layout:
-    """The layout of a config.json.
+def find_layout_of_config(config: Mapping[str, Any]) -> Layout:
+    """Return the layout of a config.json.
 
     Raises:
-        ValueError: none of ours is like it.
+        ValueError: it describes a model that this package does not have.
     """
     for layout in LAYOUTS:
         if config.get("model_type") == layout.MODEL_TYPE:

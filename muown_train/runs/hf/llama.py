@@ -1,4 +1,4 @@
-"""Our GPT as `LlamaForCausalLM` of transformers: the same function, with q, k, v, gate and up each a matrix."""
+"""Our GPT as `LlamaForCausalLM` of transformers: the same function, but q, k, v, gate and up are each a matrix."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 from torch import Tensor, cat
 
 from muown_train.models.gpt import compute_mlp_hidden
-from muown_train.runs.hf.config_json import demand, positive, rope_base, size
+from muown_train.runs.hf.config_json import check_values, read_positive, read_rope_base, read_size
 
 TARGET = "muown_train.models.gpt.GPT"
 MODEL_TYPE = "llama"
 ARCHITECTURE = "LlamaForCausalLM"
-GROUP = "tiny"  # model= to train on with
+GROUP = "tiny"  # the option of our config group `model` to train on with
 
 _OUTSIDE = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
-# of a block; a fused matrix is theirs one below the other
+# Names inside a block. A fused matrix of ours is their matrices, one below the other.
 _INSIDE = {
     "attention_norm": ("input_layernorm",),
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -25,8 +25,8 @@ _INSIDE = {
 }
 
 
-def config(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json holds besides the vocabulary, of all arguments of GPT."""
+def to_config(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of config.json, besides the vocabulary, for all arguments of GPT."""
     dim, heads = settings["dim"], settings["heads"]
     hidden = settings["mlp_hidden"]
     return {
@@ -46,39 +46,39 @@ def config(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of GPT, of a config.json.
+def to_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments of GPT for a config.json.
 
     Raises:
-        ValueError: a Llama that our GPT is not.
+        ValueError: it describes a Llama that our GPT cannot be.
     """
-    heads, dim = size(config, "num_attention_heads"), size(config, "hidden_size")
+    heads, dim = read_size(config, "num_attention_heads"), read_size(config, "hidden_size")
     wanted = {
         "tie_word_embeddings": (True, False),
         "attention_bias": (False, False),
         "mlp_bias": (False, False),
         "hidden_act": ("silu", "silu"),
     }
-    demand(config, MODEL_TYPE, wanted)
+    check_values(config, MODEL_TYPE, wanted)
     for key, value in (("num_key_value_heads", heads), ("head_dim", dim // heads)):
-        if config.get(key) is not None:  # transformers takes these for a null
-            demand(config, MODEL_TYPE, {key: (value, value)})
-    hidden = size(config, "intermediate_size")
+        if config.get(key) is not None:  # transformers takes these values for null
+            check_values(config, MODEL_TYPE, {key: (value, value)})
+    hidden = read_size(config, "intermediate_size")
     return {
-        "vocab_size": size(config, "vocab_size"),
-        "layers": size(config, "num_hidden_layers"),
+        "vocab_size": read_size(config, "vocab_size"),
+        "layers": read_size(config, "num_hidden_layers"),
         "dim": dim,
         "heads": heads,
-        "seq_len": size(config, "max_position_embeddings"),
-        "mlp_hidden": None if hidden == compute_mlp_hidden(dim) else hidden,  # as GPT has it by itself
-        "rope_base": rope_base(config),
-        "norm_eps": positive(config, "rms_norm_eps", 1e-6),
+        "seq_len": read_size(config, "max_position_embeddings"),
+        "mlp_hidden": None if hidden == compute_mlp_hidden(dim) else hidden,  # null is what GPT computes itself
+        "rope_base": read_rope_base(config),
+        "norm_eps": read_positive(config, "rms_norm_eps", 1e-6),
         "activation_checkpointing": 0,
     }
 
 
-def exported(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our weights under their names; parts of fused ones share memory with them."""
+def export_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return our weights under their names; the parts of a fused matrix share its memory."""
     theirs = {}
     for name, weight in weights.items():
         if name in _OUTSIDE:
@@ -90,8 +90,8 @@ def exported(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return theirs
 
 
-def imported(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The inverse of `exported`, of weights that are all there and of their shapes; others are left out."""
+def import_weights(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Invert `export_weights`. All weights must be there and have their shapes; others are left out."""
     ours = {name: weights[theirs] for name, theirs in _OUTSIDE.items()}
     for layer in range(settings["layers"]):
         for part, theirs in _INSIDE.items():

@@ -1,11 +1,11 @@
-"""The model card of an export: what the run's folder tells, and nothing else."""
+"""The model card of an export. It says what the run's folder says, and nothing else."""
 
 import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from muown_train.config.instantiate import is_number
+from muown_train.config.checks import is_number
 from muown_train.runs.metrics import read_metrics
 from muown_train.runs.saved_run import SavedRun
 
@@ -29,35 +29,41 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))
 """
 
 
-def card(saved: SavedRun, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """README.md in Markdown.
+def render_model_card(saved: SavedRun, summary: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Return README.md in Markdown.
 
     Args:
-        facts: of the export; settings: of the model.
+        summary: what `export_run` returns.
+        settings: all settings of the model.
+
+    Raises:
+        ValueError: a file of the run's folder cannot be understood.
     """
     try:
         manifest = json.loads((saved.folder / "manifest.json").read_text())
-    except (OSError, ValueError):  # who copied a run may have left it
+    except (OSError, ValueError):  # whoever copied the run may have left it out
         manifest = {}
     try:
-        training = list(_training(saved, manifest))
+        training = list(_describe_training(saved, manifest))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             f"{saved.folder}: manifest.json or metrics.jsonl holds what no run writes ({error})"
         ) from error
     rows = [
-        ("architecture", f"{facts['architecture']}, {_sizes(settings)}"),
-        ("parameters", f"{facts['parameters']:,}"),
-        ("vocabulary", f"{facts['vocabulary']:,}" + f", {facts['cut']} padded rows cut off" * bool(facts["cut"])),
+        ("architecture", f"{summary['architecture']}, {_describe_sizes(settings)}"),
+        ("parameters", f"{summary['parameters']:,}"),
+        ("vocabulary", f"{summary['vocabulary']:,}" + f", {summary['cut']} padded rows cut off" * bool(summary["cut"])),
         *training,
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    made = f"imported from {_inline(manifest['imported'])}" if "imported" in manifest else "trained by muown_train"
-    title = f"# {saved.folder.name}\n\nA language model {made}, without instruction tuning or alignment."
+    origin = (
+        f"imported from {_format_code(manifest['imported'])}" if "imported" in manifest else "trained by muown_train"
+    )
+    title = f"# {saved.folder.name}\n\nA language model {origin}, without instruction tuning or alignment."
     return f"{_HEAD}\n{title}\n\n| | |\n|---|---|\n{table}\n{_LOAD}"
 
 
-def _sizes(settings: Mapping[str, Any]) -> str:
+def _describe_sizes(settings: Mapping[str, Any]) -> str:
     kv = f", {settings['kv_heads']} for keys and values" if "kv_heads" in settings else ""
     return (
         f"{settings['layers']} layers, width {settings['dim']}, {settings['heads']} heads{kv}, "
@@ -65,36 +71,37 @@ def _sizes(settings: Mapping[str, Any]) -> str:
     )
 
 
-def _training(saved: SavedRun, manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    top, data = saved.top, saved.data
+def _describe_training(saved: SavedRun, manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the table that say how the model was trained."""
+    config, data = saved.config, saved.data
     if saved.step and "settings" in manifest:
-        done = f"{saved.step:,} of {manifest['settings']['steps']:,} updates of {top.batch_tokens:,}"
-        yield "training", f"{saved.step * top.batch_tokens:,} tokens: {done}, rows of {top.seq_len:,}"
+        done = f"{saved.step:,} of {manifest['settings']['steps']:,} steps of {config.batch_tokens:,}"
+        yield "training", f"{saved.step * config.batch_tokens:,} tokens: {done}, rows of {config.seq_len:,}"
     if average := manifest.get("average_of"):
-        yield "average of", _inline(f"{average['run']}, updates {', '.join(map(str, average['steps']))}")
+        yield "average of", _format_code(f"{average['run']}, steps {', '.join(map(str, average['steps']))}")
     if origin := manifest.get("origin"):
-        yield "went on from", _inline(f"{origin['checkpoint']}, update {origin['step']}")
+        yield "went on from", _format_code(f"{origin['checkpoint']}, step {origin['step']}")
     if started := manifest.get("init_from"):
-        yield "started from", _inline(f"{started['path']}, update {started['step']}")
+        yield "started from", _format_code(f"{started['path']}, step {started['step']}")
     if "data" in data:
         counts = f", {data['tokens']:,} tokens in {data['documents']:,} documents" if "documents" in data else ""
-        yield "data", f"{_inline(data['data'])}{counts}; tokenizer {_inline(data.get('tokenizer'))}"
-    for group in _groups(manifest):
+        yield "data", f"{_format_code(data['data'])}{counts}; tokenizer {_format_code(data.get('tokenizer'))}"
+    for group in _describe_groups(manifest):
         yield "optimizer", group
-    if "_target_" in (schedule := saved.config.get("schedule") or {}):
+    if "_target_" in (schedule := saved.config.schedule):
         given = ", ".join(f"{key} {value}" for key, value in schedule.items() if not key.startswith("_"))
         yield "schedule", schedule["_target_"].rpartition(".")[2] + f" ({given})" * bool(given)
-    if found := _validation(saved):
-        step, loss, count = found
-        when = "" if step == saved.step else f", of update {step:,}"
-        # above, as of a run that has diverged, it says no more than the loss
+    if validation := _find_validation(saved):
+        step, loss, count = validation
+        when = "" if step == saved.step else f", after step {step:,}"
+        # the perplexity of a run that has diverged says no more than its loss
         perplexity = f" (perplexity {math.exp(loss):.2f})" if loss < 20 else ""
         yield "validation loss", f"{loss:.4f}{perplexity} on {count} held-out tokens{when}"
     if manifest.get("git_commit"):
-        yield "code", f"muown_train {_inline(manifest['git_commit'])}"
+        yield "code", f"muown_train {_format_code(manifest['git_commit'])}"
 
 
-def _groups(manifest: Mapping[str, Any]) -> Iterator[str]:
+def _describe_groups(manifest: Mapping[str, Any]) -> Iterator[str]:
     roles: dict[str, list[str]] = {}
     for group in manifest.get("groups", ()):
         how = f"{group['optimizer']}, lr {group['lr']:g}, weight decay {group['weight_decay']:g}"
@@ -104,8 +111,8 @@ def _groups(manifest: Mapping[str, Any]) -> Iterator[str]:
         yield f"{how} ({', '.join(names)})"
 
 
-def _validation(saved: SavedRun) -> tuple[int, float, str] | None:
-    """The last evaluation up to the checkpoint: its update and loss, and the number of tokens."""
+def _find_validation(saved: SavedRun) -> tuple[int, float, str] | None:
+    """Return the last evaluation up to the checkpoint: its step and loss, and the number of tokens in words."""
     path = saved.folder / "metrics.jsonl"
     lines = read_metrics(path) if path.exists() else []
     known = [line for line in lines if "valid/loss" in line and line["step"] <= saved.step]
@@ -115,6 +122,6 @@ def _validation(saved: SavedRun) -> tuple[int, float, str] | None:
     return known[-1]["step"], known[-1]["valid/loss"], f"{held_out:,}" if held_out else "the"
 
 
-def _inline(value: Any) -> str:
-    """As code in a cell of a table, whatever it holds."""
+def _format_code(value: Any) -> str:
+    """Return a value as code in a cell of a table, whatever it holds."""
     return "`" + str(value).replace("`", "'").replace("|", "/").replace("\n", " ") + "`"

@@ -1,21 +1,21 @@
-"""Our Qwen2, which wraps `Qwen2ForCausalLM` of transformers: its weights have their names already, after a prefix."""
+"""Our Qwen2, which wraps `Qwen2ForCausalLM` of transformers: its weights have the same names after a prefix."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from muown_train.runs.hf.config_json import demand, positive, rope_base, size
+from muown_train.runs.hf.config_json import check_values, read_positive, read_rope_base, read_size
 
 TARGET = "muown_train.models.qwen2.Qwen2"
 MODEL_TYPE = "qwen2"
 ARCHITECTURE = "Qwen2ForCausalLM"
-GROUP = "qwen2_0_5b"  # model= to train on with
-PREFIX = "qwen2."  # the attribute of our model that is theirs
+GROUP = "qwen2_0_5b"  # the option of our config group `model` to train on with
+PREFIX = "qwen2."  # the attribute of our model that holds theirs
 
 
-def config(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json holds besides the vocabulary, of all arguments of our Qwen2."""
+def to_config(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of config.json, besides the vocabulary, for all arguments of our Qwen2."""
     return {
         "hidden_size": settings["dim"],
         "intermediate_size": settings["mlp_hidden"],
@@ -31,36 +31,36 @@ def config(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of our Qwen2, of a config.json.
+def to_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of our Qwen2 for a config.json.
 
     Raises:
-        ValueError: a Qwen2 that ours is not.
+        ValueError: it describes a Qwen2 that ours cannot be.
     """
     wanted = {
         "tie_word_embeddings": (True, False),
         "hidden_act": ("silu", "silu"),
         "use_sliding_window": (False, False),
     }
-    demand(config, MODEL_TYPE, wanted)
+    check_values(config, MODEL_TYPE, wanted)
     return {
-        "vocab_size": size(config, "vocab_size"),
-        "layers": size(config, "num_hidden_layers"),
-        "dim": size(config, "hidden_size"),
-        "heads": size(config, "num_attention_heads"),
-        "kv_heads": size(config, "num_key_value_heads"),
-        "seq_len": size(config, "max_position_embeddings"),
-        "mlp_hidden": size(config, "intermediate_size"),
-        "rope_base": rope_base(config),
-        "norm_eps": positive(config, "rms_norm_eps", 1e-6),
+        "vocab_size": read_size(config, "vocab_size"),
+        "layers": read_size(config, "num_hidden_layers"),
+        "dim": read_size(config, "hidden_size"),
+        "heads": read_size(config, "num_attention_heads"),
+        "kv_heads": read_size(config, "num_key_value_heads"),
+        "seq_len": read_size(config, "max_position_embeddings"),
+        "mlp_hidden": read_size(config, "intermediate_size"),
+        "rope_base": read_rope_base(config),
+        "norm_eps": read_positive(config, "rms_norm_eps", 1e-6),
     }
 
 
-def exported(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our weights under their names."""
+def export_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return our weights under their names."""
     return {name.removeprefix(PREFIX): weight for name, weight in weights.items()}
 
 
-def imported(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The inverse of `exported`."""
+def import_weights(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Invert `export_weights`."""
     return {PREFIX + name: weight for name, weight in weights.items()}

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from muown_train.analysis import scoring
 from muown_train.cli.commands.evaluate import main
-from muown_train.data.shards.prepare import prepare
-from muown_train.data.text.eval_texts import encoded, text_of, token_bytes
+from muown_train.data.shards.prepare import prepare_shards
+from muown_train.data.text.eval_texts import count_token_bytes, encoded, read_eval_text
 from muown_train.data.text.tokenizer import HubTokenizer, load_tokenizer
 from muown_train.data.token_file import read_tokens
 from muown_train.runs.saved_run import open_run
@@ -75,10 +75,10 @@ def test_without_data_it_is_the_validation_loss_of_training(run, evaluate):
 
 def test_an_interval_of_blocks_of_one_size_is_that_of_their_mean():
     sums = np.random.default_rng(0).normal(30, 5, size=40)
-    value, error = scoring.ratio(sums, np.full(40, 10))
+    value, error = scoring.estimate_ratio(sums, np.full(40, 10))
     assert value == pytest.approx(sums.mean() / 10)
     assert error == pytest.approx(1.96 * sums.std(ddof=1) / math.sqrt(40) / 10)
-    assert scoring.ratio(sums[:29], np.full(29, 10))[1] is None
+    assert scoring.estimate_ratio(sums[:29], np.full(29, 10))[1] is None
 
 
 def test_more_or_less_of_the_held_out_text(run, evaluate):
@@ -151,7 +151,7 @@ def test_held_out_text_of_a_data_configuration(other, run, evaluate, corpus):
     """Of shards of another tokenizer, read as text by this run's own."""
     folder = other.folder / "shards"
     settings = {"train": f"{corpus}/*.txt", "tokenizer": str(other.folder.parent / "tokenizer.json")}
-    prepare(folder, "files", settings, tokens=None, valid_tokens=5000, shard_tokens=10**6)
+    prepare_shards(folder, "files", settings, tokens=None, valid_tokens=5000, shard_tokens=10**6)
     [found] = evaluate(run.folder, "data=shards", f"data.path={folder}", "valid_tokens=3000")[1]
     ids = read_tokens(next(folder.glob("*val*.bin")))[:3001]
     text = load_tokenizer(settings["tokenizer"]).decode(ids.tolist()).replace("<|endoftext|>", "")
@@ -180,7 +180,7 @@ def test_data_that_have_changed_are_refused(corpus, tmp_path, evaluate, capsys):
 
 
 def test_interrupted_it_shows_what_there_is(run, evaluate, monkeypatch, capsys, tmp_path):
-    real = scoring.block_losses
+    real = scoring.compute_block_losses
 
     def until_ctrl_c(*arguments):
         for i, loss in enumerate(real(*arguments)):
@@ -188,7 +188,7 @@ def test_interrupted_it_shows_what_there_is(run, evaluate, monkeypatch, capsys, 
                 raise KeyboardInterrupt
             yield loss
 
-    monkeypatch.setattr(scoring, "block_losses", until_ctrl_c)
+    monkeypatch.setattr(scoring, "compute_block_losses", until_ctrl_c)
     with pytest.raises(SystemExit) as stopped:
         evaluate(run.folder)
     said = capsys.readouterr()
@@ -235,13 +235,13 @@ def test_an_interval_holds_the_truth_as_often_as_it_says():
     for _ in range(trials):
         sizes = random.integers(50, 151, blocks)
         sums = sizes * random.gamma(4, 0.75, blocks)  # a mean of 3 for each token
-        value, half = scoring.ratio(sums, sizes)
+        value, half = scoring.estimate_ratio(sums, sizes)
         held += abs(value - 3) <= half
     assert held / trials == pytest.approx(0.95, abs=0.02)
 
 
 def test_few_blocks_have_no_interval():
-    assert scoring.ratio(np.array([2.0, 4.0]), np.array([1, 1])) == (3.0, None)
+    assert scoring.estimate_ratio(np.array([2.0, 4.0]), np.array([1, 1])) == (3.0, None)
 
 
 @pytest.mark.parametrize("name", ["gpt2.tiktoken", "gpt_neox_20b_tokenizer.json", "qwen2_tokenizer.json"])
@@ -252,7 +252,7 @@ def test_bytes_of_tokens(name):
 
 
 def check_bytes(tokenizer):
-    sizes = token_bytes(tokenizer)
+    sizes = count_token_bytes(tokenizer)
     text = "naïve — 東京\n\n    def f(x): return '🇩🇪'  \t12345 <|endoftext|>"
     assert sizes[tokenizer.encode_batch([text])[0]].sum() == len(text.encode())
     assert sizes[tokenizer.end_of_text] == 0
@@ -261,18 +261,18 @@ def check_bytes(tokenizer):
 def test_bytes_of_tokens_without_files():
     tokenizer = HubTokenizer("bytes", word_tokenizer_json().encode())
     check_bytes(tokenizer)
-    assert (token_bytes(tokenizer)[:256] == 1).all()
+    assert (count_token_bytes(tokenizer)[:256] == 1).all()
 
 
 def test_a_tokenizer_that_is_not_of_bytes_has_no_bits_per_byte():
     config = json.loads(word_tokenizer_json())
     config["decoder"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
-    assert token_bytes(HubTokenizer("words", json.dumps(config).encode())) is None
+    assert count_token_bytes(HubTokenizer("words", json.dumps(config).encode())) is None
 
 
 def test_every_token_of_the_text_is_a_target(tmp_path):
     (tmp_path / "a.txt").write_text("abc")
     data = {"_target_": "muown_train.data.sources.files", "valid": str(tmp_path / "a.txt")}
     tokenizer = HubTokenizer("bytes", word_tokenizer_json().encode())
-    ids = encoded(text_of(data, None, 1, tmp_path), tokenizer)["all"]
+    ids = encode_sources(read_eval_text(data, None, 1, tmp_path), tokenizer)["all"]
     assert tokenizer.decode(ids.tolist()) == "<|endoftext|>abc<|endoftext|>"

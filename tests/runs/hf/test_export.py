@@ -18,8 +18,8 @@ from filelock import FileLock
 
 from muown_train.data.text.tokenizer import read_tokenizer
 from muown_train.models.generate import generate
-from muown_train.runs.hf.export import export
-from muown_train.runs.hf.folder import read_folder
+from muown_train.runs.hf.export import export_run
+from muown_train.runs.hf.folder import read_transformers_folder
 from muown_train.runs.hf.import_hf import import_folder
 from muown_train.runs.saved_run import open_run, write_run
 from muown_train.runtime.distributed import World
@@ -53,17 +53,17 @@ def run(corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exported(run):
-    export(open_run(run), run / "hf")
+    export_run(open_run(run), run / "hf")
     return run / "hf"
 
 
 def test_logits_are_those_of_the_run(run, exported):
     saved = open_run(run)
-    size = saved.tokenizer().size
+    size = saved.load_tokenizer().size
     ids = torch.randint(size, (3, 32), generator=torch.Generator().manual_seed(0))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(exported).eval()
     with torch.no_grad():
-        ours, logits = saved.model()(ids), theirs(ids).logits
+        ours, logits = saved.load_model()(ids), theirs(ids).logits
     assert logits.shape == (3, 32, size) and logits.dtype == torch.float32
     assert ours.abs().max() > 1
     torch.testing.assert_close(logits, ours[..., :size], atol=1e-5, rtol=1e-5)
@@ -75,14 +75,14 @@ def test_greedy_samples_are_ours(run, tmp_path):
     # a model trained so little repeats itself, one of random matrices does not
     varied = {
         name: 0.5 * torch.randn(w.shape, generator=generator) if w.ndim == 2 else w
-        for name, w in before.weights().items()
+        for name, w in before.load_weights().items()
     }
-    varied["embedding.weight"][before.tokenizer().size :] = 0  # never the most likely
-    write_run(tmp_path / "varied", varied, before.config, 1, before.data, before.tokenizer().raw, {})
+    varied["embedding.weight"][before.load_tokenizer().size :] = 0  # never the most likely
+    write_run(tmp_path / "varied", varied, before.config.to_dict(), 1, before.data, before.load_tokenizer().raw, {})
     saved = open_run(tmp_path / "varied")
-    export(saved, tmp_path / "hf")
+    export_run(saved, tmp_path / "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
-    model, tokenizer = saved.model(), saved.tokenizer()
+    model, tokenizer = saved.load_model(), saved.load_tokenizer()
     for prompt in ("The", "The kaban of", "has 7"):
         ids = tokenizer.encode_batch([prompt])[0].tolist()
         ours = generate(model, ids, 20, 32, temperature=0)
@@ -102,17 +102,17 @@ def assert_same_ids(folder: Path, tokenizer) -> None:
 
 
 def test_ids_are_those_of_the_run(run, exported):
-    assert_same_ids(exported, open_run(run).tokenizer())
+    assert_same_ids(exported, open_run(run).load_tokenizer())
     assert transformers.AutoTokenizer.from_pretrained(exported).model_max_length == 32
 
 
 def with_tokenizer(run: Path, out: Path, raw: bytes, size: int) -> Path:
     """The run with another tokenizer and an embedding for it."""
     saved = open_run(run)
-    config = {**saved.config, "model": {**saved.config["model"], "vocab_size": size}}
-    weights = saved.weights() | {"embedding.weight": torch.randn(size, 32)}
+    config = {**saved.config.to_dict(), "model": {**saved.config.model, "vocab_size": size}}
+    weights = saved.load_weights() | {"embedding.weight": torch.randn(size, 32)}
     write_run(out, weights, config, 1, {}, raw, {})
-    export(open_run(out), out / "hf")
+    export_run(open_run(out), out / "hf")
     return out
 
 
@@ -128,7 +128,7 @@ def test_ids_of_known_tokenizers(run, tmp_path, name, size):
     if not SHARED.exists():
         pytest.skip("no shared/tokenizers here")
     folder = with_tokenizer(run, tmp_path / "other", read_tokenizer(str(SHARED / name)), size)
-    assert_same_ids(folder / "hf", open_run(folder).tokenizer())
+    assert_same_ids(folder / "hf", open_run(folder).load_tokenizer())
 
 
 def test_a_tokenizer_that_adds_tokens_adds_none(run, tmp_path):
@@ -136,24 +136,24 @@ def test_a_tokenizer_that_adds_tokens_adds_none(run, tmp_path):
     template["special_tokens"] = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}}
     first, text = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     template |= {"single": [first, text], "pair": [first, text, {"Sequence": {"id": "B", "type_id": 1}}]}
-    raw = json.dumps(json.loads(open_run(run).tokenizer().raw) | {"post_processor": template}).encode()
+    raw = json.dumps(json.loads(open_run(run).load_tokenizer().raw) | {"post_processor": template}).encode()
     folder = with_tokenizer(run, tmp_path / "other", raw, 4096)
-    assert_same_ids(folder / "hf", open_run(folder).tokenizer())
-    assert read_folder(folder / "hf").tokenizer_hash == open_run(folder).tokenizer().fingerprint
+    assert_same_ids(folder / "hf", open_run(folder).load_tokenizer())
+    assert read_transformers_folder(folder / "hf").tokenizer_hash == open_run(folder).load_tokenizer().fingerprint
 
 
 def test_export_and_import_give_the_same_bits(run, exported, tmp_path):
     import_folder(exported, tmp_path / "back")
     before, after = open_run(run), open_run(tmp_path / "back")
-    size = before.tokenizer().size
-    weights = before.weights()
+    size = before.load_tokenizer().size
+    weights = before.load_weights()
     weights["embedding.weight"] = weights["embedding.weight"][:size]
-    found = after.weights()
+    found = after.load_weights()
     assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
-    assert after.step == before.step == 12 and after.tokenizer().fingerprint == before.tokenizer().fingerprint
+    assert after.step == before.step == 12 and after.load_tokenizer().fingerprint == before.load_tokenizer().fingerprint
     ids = torch.randint(size, (2, 32))
     with torch.no_grad():
-        torch.testing.assert_close(after.model()(ids), before.model()(ids)[..., :size], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(after.load_model()(ids), before.load_model()(ids)[..., :size], atol=1e-6, rtol=1e-6)
 
 
 def train_on_this_rank(world: World, corpus: Path, out: Path) -> dict[str, torch.Tensor]:
@@ -164,7 +164,7 @@ def train_on_this_rank(world: World, corpus: Path, out: Path) -> dict[str, torch
 @pytest.mark.slow
 def test_of_a_run_of_two_ranks(corpus, tmp_path):
     weights = on_ranks(2, train_on_this_rank, corpus, tmp_path)[0]
-    export(open_run(tmp_path / "run"), tmp_path / "hf")
+    export_run(open_run(tmp_path / "run"), tmp_path / "hf")
     theirs = dict(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").named_parameters())
     _, _, v = weights["blocks.1.attention.qkv.weight"].chunk(3)
     assert torch.equal(theirs["model.layers.1.self_attn.v_proj.weight"], v)
@@ -172,7 +172,7 @@ def test_of_a_run_of_two_ranks(corpus, tmp_path):
 
 
 def test_bfloat16(run, tmp_path):
-    facts = export(open_run(run), tmp_path / "hf", torch.bfloat16)
+    facts = export_run(open_run(run), tmp_path / "hf", torch.bfloat16)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
     assert model.dtype == torch.bfloat16 and facts["bytes"] == 2 * sum(p.numel() for p in model.parameters())
     assert model.num_parameters() == facts["parameters"]
@@ -182,7 +182,7 @@ def test_the_card_tells_of_the_run(run, exported):
     card = (exported / "README.md").read_text()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     loss = [line["valid/loss"] for line in lines if "valid/loss" in line][-1]
-    assert f"{loss:.4f}" in card and "3,072 tokens: 12 of 12 updates of 256" in card
+    assert f"{loss:.4f}" in card and "3,072 tokens: 12 of 12 steps of 256" in card
     assert "Muown, lr 0.02, weight decay 0 (matrix)" in card and "AdamW, lr 0.02" in card
     example = card.partition("```python\n")[2].partition("```")[0].replace('"."', repr(str(exported)))
     exec(example, {})
@@ -195,21 +195,21 @@ def shown(folder: Path) -> list[str]:
 
 def test_an_earlier_export_is_replaced_and_nothing_else_is(run, tmp_path):
     saved, out = open_run(run), tmp_path / "hf"
-    export(open_run(run, step=8), out)
+    export_run(open_run(run, step=8), out)
     names = shown(out)
-    export(saved, out)
-    assert read_folder(out).origin["step"] == 12 and shown(out) == names and shown(tmp_path) == ["hf"]
+    export_run(saved, out)
+    assert read_transformers_folder(out).origin["step"] == 12 and shown(out) == names and shown(tmp_path) == ["hf"]
     (out / "notes.txt").write_text("by hand")
     with pytest.raises(
         ValueError, match=r"hf holds notes.txt besides an earlier export: move it, or give another --ou"
     ):
-        export(open_run(run, step=8), out)
-    assert (out / "notes.txt").read_text() == "by hand" and read_folder(out).origin["step"] == 12
+        export_run(open_run(run, step=8), out)
+    assert (out / "notes.txt").read_text() == "by hand" and read_transformers_folder(out).origin["step"] == 12
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match="mine exists and is no earlier export"):
-        export(saved, mine)
+        export_run(saved, mine)
     assert (mine / "thesis.tex").read_text() == "years of work"
 
 
@@ -226,17 +226,17 @@ def small_disk(size: int) -> Iterator[None]:
 
 def test_an_export_that_fails_leaves_the_one_before(run, tmp_path):
     saved, out = open_run(run), tmp_path / "hf"
-    export(open_run(run, step=8), out)
+    export_run(open_run(run, step=8), out)
     with small_disk(200_000), pytest.raises(OSError, match=r"File too large: .*model.safetensors") as raised:
-        export(saved, out)
+        export_run(saved, out)
     assert raised.value.errno == errno.EFBIG
-    assert read_folder(out).origin["step"] == 8 and shown(tmp_path) == ["hf"]
+    assert read_transformers_folder(out).origin["step"] == 8 and shown(tmp_path) == ["hf"]
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2])
 def test_an_export_that_is_killed_leaves_one_that_is_whole(run, tmp_path, renames):
     out = tmp_path / "hf"
-    export(open_run(run, step=8), out)
+    export_run(open_run(run, step=8), out)
     pid = os.fork()
     if pid == 0:
         done, rename = [], Path.rename
@@ -249,22 +249,22 @@ def test_an_export_that_is_killed_leaves_one_that_is_whole(run, tmp_path, rename
 
         Path.rename = killed
         shutil.rmtree = lambda *args, **kwargs: killed(tmp_path) if len(done) == 2 else None
-        export(open_run(run), out)
+        export_run(open_run(run), out)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     assert out.exists() == (renames != 1)
     with pytest.raises(ValueError, match="random data have no tokenizer"):  # the next one fails
-        export(replace(open_run(run), folder=tmp_path), out)
-    assert read_folder(out).origin["step"] == (12 if renames == 2 else 8)
-    export(open_run(run), out)
-    assert read_folder(out).origin["step"] == 12
+        export_run(replace(open_run(run), folder=tmp_path), out)
+    assert read_transformers_folder(out).origin["step"] == (12 if renames == 2 else 8)
+    export_run(open_run(run), out)
+    assert read_transformers_folder(out).origin["step"] == 12
     assert sorted(path.name for path in tmp_path.iterdir()) == [".hf.lock", "hf"]
 
 
 def test_two_exports_at_once_to_one_folder(run, tmp_path):
     with FileLock(tmp_path / ".hf.lock"), pytest.raises(ValueError, match="hf is being written by another process"):
-        export(open_run(run), tmp_path / "hf")
-    export(open_run(run), tmp_path / "hf")
+        export_run(open_run(run), tmp_path / "hf")
+    export_run(open_run(run), tmp_path / "hf")
 
 
 @pytest.mark.parametrize(
@@ -279,11 +279,11 @@ def test_two_exports_at_once_to_one_folder(run, tmp_path):
 )
 def test_weights_that_do_not_fit_are_not_exported(run, tmp_path, change, says):
     saved = open_run(run)
-    weights = saved.weights()
+    weights = saved.load_weights()
     change(weights)
-    write_run(tmp_path / "other", weights, saved.config, 1, saved.data, saved.tokenizer().raw, {})
+    write_run(tmp_path / "other", weights, saved.config.to_dict(), 1, saved.data, saved.load_tokenizer().raw, {})
     with pytest.raises(ValueError, match=f"step-00000001: .*{says}"):
-        export(open_run(tmp_path / "other"), tmp_path / "hf")
+        export_run(open_run(tmp_path / "other"), tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
 
@@ -295,7 +295,7 @@ def test_the_card_of_a_run_with_any_loss(run, tmp_path, loss, says):
     shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write(f'{{"step": 12, "valid/loss": {loss}}}\n')
-    export(open_run(tmp_path / "run"), tmp_path / "hf")
+    export_run(open_run(tmp_path / "run"), tmp_path / "hf")
     card = (tmp_path / "hf" / "README.md").read_text()
     assert (says in card) if says else ("validation loss" not in card)
 
@@ -305,16 +305,16 @@ def test_a_strangers_manifest_is_one_sentence(run, tmp_path, manifest):
     shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
     (tmp_path / "run" / "manifest.json").write_text(manifest)
     with pytest.raises(ValueError, match=r"run: manifest.json or metrics.jsonl holds what no run writes"):
-        export(open_run(tmp_path / "run"), tmp_path / "hf")
+        export_run(open_run(tmp_path / "run"), tmp_path / "hf")
 
 
 def test_what_cannot_be_exported_is_said(run, tmp_path, corpus):
     saved = open_run(run)
-    other = {**saved.config, "model": {"_target_": "muown_train.models.speedrun.Speedrun"}}
-    write_run(tmp_path / "other", saved.weights(), other, 1, saved.data, None, {})
+    other = {**saved.config.to_dict(), "model": {"_target_": "muown_train.models.speedrun.Speedrun"}}
+    write_run(tmp_path / "other", saved.load_weights(), other, 1, saved.data, None, {})
     with pytest.raises(ValueError, match="transformers has no model like Speedrun: only GPT and Qwen2"):
-        export(open_run(tmp_path / "other"), tmp_path / "hf")
-    write_run(tmp_path / "random", saved.weights(), saved.config, 1, saved.data, None, {})
+        export_run(open_run(tmp_path / "other"), tmp_path / "hf")
+    write_run(tmp_path / "random", saved.load_weights(), saved.config.to_dict(), 1, saved.data, None, {})
     with pytest.raises(ValueError, match="random data have no tokenizer"):
-        export(open_run(tmp_path / "random"), tmp_path / "hf")
+        export_run(open_run(tmp_path / "random"), tmp_path / "hf")
     assert not (tmp_path / "hf").exists()

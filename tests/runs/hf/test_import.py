@@ -2,21 +2,20 @@
 
 import json
 import math
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from muown_train.cli.commands import export_hf, import_hf
-from muown_train.cli.main import WRONG
+from muown_train.cli.commands.hf import main_export, main_import
+from muown_train.cli.errors import WRONG
 from muown_train.config.compose import compose_config
 from muown_train.config.instantiate import list_settings
 from muown_train.data.text.train_bpe import train_bpe
 from muown_train.runs.hf import llama, qwen2
-from muown_train.runs.hf.export import export
-from muown_train.runs.hf.folder import read_folder
-from muown_train.runs.hf.import_hf import import_folder, training_settings
+from muown_train.runs.hf.export import export_run
+from muown_train.runs.hf.folder import read_transformers_folder
+from muown_train.runs.hf.import_hf import import_folder, suggest_overrides
 from muown_train.runs.saved_run import open_run
 
 transformers = pytest.importorskip("transformers")
@@ -45,12 +44,12 @@ def test_a_llama_of_transformers(tmp_path, shard):
     theirs = saved_llama(tmp_path / "llama")
     theirs.save_pretrained(tmp_path / "llama", max_shard_size=shard)
     imported = import_folder(tmp_path / "llama", tmp_path / "run")
-    assert imported.parameters == theirs.num_parameters() and not imported.tokenizer
-    ours = open_run(tmp_path / "run").model()
+    assert imported.parameters == theirs.num_parameters() and not imported.has_tokenizer
+    ours = open_run(tmp_path / "run").load_model()
     ids = torch.randint(101, (2, 16))
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-5, rtol=1e-5)
-    assert training_settings(imported.model) == [
+    assert suggest_overrides(imported.model) == [
         *("model=tiny", "model.vocab_size=101", "model.layers=2", "model.dim=24"),
         *("+model.mlp_hidden=40", "+model.rope_base=10000.0", "+model.norm_eps=1e-05"),
     ]
@@ -60,25 +59,25 @@ def test_a_run_s_command_line_is_given_back_with_nothing_that_goes_without_sayin
     """Of a model of ours that was exported: what it was trained with, and no setting that has its value by itself."""
     for given in ([], ["model.dim=64"], ["model.dim=64", "+model.mlp_hidden=40"], ["+model.rope_base=10000.0"]):
         settings = list_settings(dict(compose_config([*given, "model.seq_len=256"]).model), "model")
-        model = {"_target_": llama.TARGET} | llama.settings({"vocab_size": 4096} | llama.config(settings))
-        assert training_settings(model) == ["model=tiny", *given]
+        model = {"_target_": llama.TARGET} | llama.to_settings({"vocab_size": 4096} | llama.to_config(settings))
+        assert suggest_overrides(model) == ["model=tiny", *given]
     qwen = ["model=qwen2_0_5b", "model.mlp_hidden=64"]
     settings = list_settings(dict(compose_config(qwen).model), "model")
-    model = {"_target_": qwen2.TARGET} | qwen2.settings({"vocab_size": 151936} | qwen2.config(settings))
-    assert training_settings(model) == qwen
+    model = {"_target_": qwen2.TARGET} | qwen2.to_settings({"vocab_size": 151936} | qwen2.to_config(settings))
+    assert suggest_overrides(model) == qwen
 
 
 def test_bfloat16_becomes_float32(tmp_path):
     saved_llama(tmp_path / "llama").to(torch.bfloat16).save_pretrained(tmp_path / "llama")
-    weights = read_folder(tmp_path / "llama").weights
+    weights = read_transformers_folder(tmp_path / "llama").weights
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
     "changes, says",
     [
-        (dict(tie_word_embeddings=False), "tie_word_embeddings=False: of a llama model only tie_word_embeddings=True"),
-        (dict(num_key_value_heads=2), "num_key_value_heads=2: of a llama model only num_key_value_heads=4"),
+        (dict(tie_word_embeddings=False), "tie_word_embeddings=False: for a llama model only tie_word_embeddings=True"),
+        (dict(num_key_value_heads=2), "num_key_value_heads=2: for a llama model only num_key_value_heads=4"),
         (dict(attention_bias=True), "attention_bias=True"),
         (dict(mlp_bias=True), "mlp_bias=True"),
         (dict(head_dim=8), "head_dim=8"),
@@ -196,27 +195,27 @@ def test_a_constant_that_old_versions_stored_is_left_out(tmp_path):
     file = tmp_path / "llama" / "model.safetensors"
     save_file(load_file(file) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}, file)
     import_folder(tmp_path / "llama", tmp_path / "run")
-    assert not any("inv_freq" in name for name in open_run(tmp_path / "run").weights())
+    assert not any("inv_freq" in name for name in open_run(tmp_path / "run").load_weights())
 
 
 def test_configurations_of_both_versions_of_transformers():
-    settings = llama.settings(LLAMA | {"rope_theta": 5e5})  # before 5
-    assert settings == llama.settings(LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
-    assert settings["rope_base"] == 5e5 and llama.settings(LLAMA)["rope_base"] == 1e4
-    assert llama.settings(LLAMA | llama.config(settings)) == settings
+    settings = llama.to_settings(LLAMA | {"rope_theta": 5e5})  # before 5
+    assert settings == llama.to_settings(LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
+    assert settings["rope_base"] == 5e5 and llama.to_settings(LLAMA)["rope_base"] == 1e4
+    assert llama.to_settings(LLAMA | llama.to_config(settings)) == settings
 
 
 def test_qwen2_has_the_names_and_sizes_of_transformers():
-    settings = qwen2.settings(QWEN2)
-    config = transformers.Qwen2Config(vocab_size=101, **qwen2.config(settings))
+    settings = qwen2.to_settings(QWEN2)
+    config = transformers.Qwen2Config(vocab_size=101, **qwen2.to_config(settings))
     theirs = dict(transformers.Qwen2ForCausalLM(config).named_parameters())
-    ours = qwen2.imported(theirs, settings)
+    ours = qwen2.import_weights(theirs, settings)
     assert ours.keys() == {f"qwen2.{name}" for name in theirs}
-    assert qwen2.exported(ours).keys() == theirs.keys()
-    assert qwen2.settings(config.to_dict()) == settings
+    assert qwen2.export_weights(ours).keys() == theirs.keys()
+    assert qwen2.to_settings(config.to_dict()) == settings
     assert (config.rope_parameters["rope_theta"], config.rms_norm_eps) == (10_000.0, 1e-6)
     with pytest.raises(ValueError, match="use_sliding_window=True"):
-        qwen2.settings(QWEN2 | {"use_sliding_window": True})
+        qwen2.to_settings(QWEN2 | {"use_sliding_window": True})
 
 
 def test_a_qwen2_of_transformers_and_back(tmp_path):
@@ -226,45 +225,44 @@ def test_a_qwen2_of_transformers_and_back(tmp_path):
     theirs.save_pretrained(tmp_path / "qwen2")
     (tmp_path / "qwen2" / "tokenizer.json").write_bytes(train_bpe(lambda: iter(["a text"])))
     imported = import_folder(tmp_path / "qwen2", tmp_path / "run")
-    assert {"model=qwen2_0_5b", "model.heads=4"} <= set(training_settings(imported.model))
+    assert {"model=qwen2_0_5b", "model.heads=4"} <= set(suggest_overrides(imported.model))
     saved = open_run(tmp_path / "run")
-    export(saved, tmp_path / "hf")
-    size = saved.tokenizer().size
+    export_run(saved, tmp_path / "hf")
+    size = saved.load_tokenizer().size
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     assert size < 300 and type(again) is type(theirs)
     ids = torch.randint(size, (2, 16))
     with torch.no_grad():
         logits = theirs(ids).logits
-        torch.testing.assert_close(saved.model()(ids), logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(saved.load_model()(ids), logits, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(again(ids).logits, logits[..., :size], atol=1e-5, rtol=1e-5)
 
 
-def said(monkeypatch, capsys, script, *words) -> tuple[int, str]:
-    """Exit status and output of a script."""
-    monkeypatch.setattr(sys, "argv", ["script", *map(str, words)])
+def said(capsys, main, *words) -> tuple[int, str]:
+    """Exit status and output of a command."""
     try:
-        status = script.main() or 0
+        status = main([str(word) for word in words]) or 0
     except SystemExit as end:
         status = end.code
     captured = capsys.readouterr()
     return status, captured.out + captured.err
 
 
-def test_the_scripts(tmp_path, monkeypatch, capsys):
+def test_the_commands(tmp_path, capsys):
     saved_llama(tmp_path / "llama", vocab_size=300)
     (tmp_path / "llama" / "tokenizer.json").write_bytes(train_bpe(lambda: iter(["a text"])))
     words = (tmp_path / "llama", "--out", tmp_path / "run")
-    status, text = said(monkeypatch, capsys, import_hf, *words)
+    status, text = said(capsys, main_import, *words)
     assert status == 0 and f"init_from={tmp_path}/run model=tiny model.vocab_size=300" in text
-    status, text = said(monkeypatch, capsys, import_hf, *words)
+    status, text = said(capsys, main_import, *words)
     assert status == WRONG and text.endswith("run exists: give another folder with --out, or remove it\n")
-    status, text = said(monkeypatch, capsys, import_hf, tmp_path / "llama", "--out", tmp_path / "a run")
+    status, text = said(capsys, main_import, tmp_path / "llama", "--out", tmp_path / "a run")
     assert status == WRONG and "name='a run' must be" in text and text.endswith("give another folder with --out\n")
-    status, text = said(monkeypatch, capsys, export_hf, tmp_path / "run", "--dtype", "bfloat16")
+    status, text = said(capsys, main_export, tmp_path / "run", "--dtype", "bfloat16")
     assert status == 0 and "padded rows cut off" in text
     assert (tmp_path / "run" / "hf" / "config.json").exists()
-    status, text = said(monkeypatch, capsys, export_hf, tmp_path / "run", "--step", 7)
+    status, text = said(capsys, main_export, tmp_path / "run", "--step", 7)
     assert status == WRONG and "has no checkpoint of step 7; there are 0" in text
-    status, text = said(monkeypatch, capsys, export_hf, tmp_path / "nothing")
+    status, text = said(capsys, main_export, tmp_path / "nothing")
     assert status == WRONG and text.startswith("error: there is no folder")
     assert "Traceback" not in text
