@@ -47,8 +47,8 @@ class RunArchive:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.index_path = path.with_name(f"{path.name}.json")
-        self.files_path = path.with_name(f"{path.name}.tar.xz")
+        self.index_path = Path(f"{path}.json")
+        self.files_path = Path(f"{path}.tar.xz")
 
     @cached_property
     def entries(self) -> dict[str, dict[str, Any]]:
@@ -73,11 +73,10 @@ class RunArchive:
             ValueError: the file is damaged.
         """
         try:
-            with tarfile.open(self.files_path, "r:xz") as tar:
-                return {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+            return _unpack(self.files_path.read_bytes())
         except FileNotFoundError:
             return {}
-        except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+        except (tarfile.TarError, lzma.LZMAError) as error:
             raise ValueError(f"{self.files_path} is damaged: {error}; restore it, for instance from git") from None
 
     def open_file(self, name: str, path: str) -> BinaryIO:
@@ -123,9 +122,15 @@ def list_archives(folder: Path) -> Iterator[RunArchive]:
 def _pack(files: Mapping[str, bytes]) -> bytes:
     """Return a compressed tar of files; the same files give the same bytes, without times and names of owners."""
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:xz") as tar:
+    with tarfile.open(fileobj=packed, mode="w") as tar:
         for name, content in files.items():
             member = tarfile.TarInfo(name)
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
-    return packed.getvalue()
+    return lzma.compress(packed.getvalue())
+
+
+def _unpack(content: bytes) -> dict[str, bytes]:
+    """Return the files in a compressed tar, whose checksums are tested."""
+    with tarfile.open(fileobj=io.BytesIO(lzma.decompress(content))) as tar:
+        return {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]

@@ -195,8 +195,7 @@ def read_run(folder: str | Path) -> RunRecord:
         NoRun: there is no such run, or its config.yaml cannot be read.
     """
     folder = Path(folder)
-    archive = RunArchive(folder.parent)
-    if not folder.exists() and folder.name in archive.entries:
+    if not folder.exists() and folder.name in (archive := RunArchive(folder.parent)).entries:
         return _make_archived_record(archive, folder.name)
     return RunRecord(folder, read_config(folder), read_json(folder / "manifest.json"), read_status(folder))
 

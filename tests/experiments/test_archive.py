@@ -1,79 +1,115 @@
-"""action=archive: what is kept of a run, that it is found again as the same run, and what it refuses."""
+"""action=archive: what is kept of a run, that it is found again as the same run, and what is refused.
+
+The archives of the repository are read too: every run that was archived before code moved still counts.
+"""
 
 import json
-import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import yaml
+from hydra.utils import get_object
 
-from muown_train.experiments.archive import archive_run, plain_config, plain_manifest, without_places
-from muown_train.experiments.grid import load_experiment
-from muown_train.experiments.progress import progress
-from muown_train.runs.record import grouped, read_run
-from muown_train.runtime import atomic_files as files
+from muown_train.cli.commands import reproduce as command
+from muown_train.config.compose import flatten
+from muown_train.experiments.archive import (
+    archive_experiment,
+    collect_run,
+    cut_absolute_paths,
+    remove_places_from_config,
+    remove_places_from_manifest,
+)
+from muown_train.experiments.grid import load_grid
+from muown_train.experiments.progress import read_progress
+from muown_train.runs import archive_files
+from muown_train.runs.archive_files import RunArchive, list_archives
+from muown_train.runs.record import group_runs, read_archived_runs, read_run
 from tests.helpers.experiments import fill
 from tests.helpers.folders import line, write
 from tests.helpers.paths import ROOT
 from tests.helpers.runs import trained
 
-SCRIPTS = ROOT / "scripts"
+KEPT = ROOT / "docs" / "results" / "runs"
 WORDS = ("experiment=500m_magnitude", "scale=tiny", "points=1")
+DONE = {
+    "corpus_effective_rank": 3,
+    "corpus_fused_qkv": 12,
+    "corpus_gradient_noise": 3,
+    "corpus_init_std": 16,
+    "corpus_learning_rate": 47,
+    "corpus_magnitude": 16,
+    "corpus_seeds": 21,
+    "corpus_spectral": 5,
+    "corpus_weight_decay": 18,
+    "corpus_width": 22,
+    "corpus_width_seeds": 6,
+}
 FURTHER = ["data=files", "data.train=texts/*.txt", "cache=/home/me/cache"]
 
 
 @pytest.fixture
 def archive(monkeypatch, tmp_path):
-    """Of reproduce.py, an empty folder."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import reproduce
-
-    monkeypatch.setattr(reproduce, "ARCHIVE", tmp_path / "archive")
+    """The folder of archives of the command, empty at first."""
+    monkeypatch.setattr(command, "ARCHIVE", tmp_path / "archive")
     return tmp_path / "archive"
 
 
 @pytest.fixture
-def reproduce(monkeypatch, capsys, archive):
+def reproduce(capsys, archive):
     def call(*words) -> str:
-        monkeypatch.setattr(sys, "argv", ["reproduce.py", *map(str, words)])
-        import reproduce
-
-        assert reproduce.main() == 0
+        assert command.main([str(word) for word in words]) == 0
         return capsys.readouterr().out
 
     return call
 
 
 def small(scale: str | None = "tiny", name: str = "500m_magnitude"):
-    """An experiment of three runs, and them."""
-    experiment = load_experiment(name, scale).part(1)
-    return experiment, experiment.cells(FURTHER)
+    """A grid of three runs, and its points."""
+    grid = load_grid(name, scale).select(1)
+    return grid, grid.expand(FURTHER)
 
 
 def runs(out: Path, *ends) -> list[Path]:
-    """Three runs, which come to these perplexities."""
-    experiment, cells = small()
-    by_name = dict(zip((cell.name for cell in cells), ends, strict=True))
-    fill(out / experiment.folder, cells, lambda cell: by_name[cell.name])
-    return [out / experiment.folder / cell.name for cell in cells]
+    """The folders of three runs, which end at these perplexities."""
+    grid, points = small()
+    by_name = dict(zip((point.name for point in points), ends, strict=True))
+    fill(out / grid.folder, points, lambda point: by_name[point.name])
+    return [out / grid.folder / point.name for point in points]
 
 
-def test_what_has_ended_is_archived_once_and_found_without_the_runs(reproduce, archive, tmp_path):
+def archived(archive: Path) -> dict[str, list[str]]:
+    """The names of the runs in each archive of a folder."""
+    return {each.path.name: list(each.entries) for each in list_archives(archive)}
+
+
+def store(archive: Path, folder: Path) -> None:
+    """Put a run's folder into an archive."""
+    RunArchive(archive).write({folder.name: collect_run(folder, folder.name)})
+
+
+def modification_times(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_runs_that_ended_are_archived_once_and_found_without_their_folders(reproduce, archive, tmp_path):
     done, diverged, missing = runs(tmp_path / "out", 14.0, "diverged", None)
     (done / "checkpoints").mkdir()
     words = (*WORDS, *FURTHER, f"out={tmp_path}/out")
     said = reproduce(*words, "action=archive")
     assert said.count("  archived\n") == 2 and said.startswith("3 runs: 1 done, 1 diverged, 1 missing\n")
-    assert sorted(path.name for path in archive.iterdir()) == sorted((done.name, diverged.name))  # and nothing hidden
-    kept = archive / done.name
-    assert {path.name for path in kept.iterdir()} == {"config.yaml", "manifest.json", "metrics.jsonl", "status.json"}
-    for name in ("metrics.jsonl", "status.json"):
-        assert (kept / name).read_bytes() == (done / name).read_bytes()
-    written = {path: path.stat().st_mtime_ns for path in archive.rglob("*")}
+    files = {"500m_magnitude-tiny.json", "500m_magnitude-tiny.tar.xz"}
+    assert {path.name for path in archive.iterdir()} == files  # and nothing hidden
+    kept = RunArchive(archive / "500m_magnitude-tiny")
+    assert sorted(kept.entries) == sorted((done.name, diverged.name))
+    assert kept.get(done.name).files == {"metrics.jsonl": (done / "metrics.jsonl").read_bytes()}
+    assert kept.get(done.name).status == json.loads((done / "status.json").read_text())
+    written = modification_times(archive)
     assert reproduce(*words, "action=archive").count("  there already\n") == 2
-    assert written == {path: path.stat().st_mtime_ns for path in archive.rglob("*")}
+    assert written == modification_times(archive)
     listed = reproduce(*WORDS, *FURTHER[:2], f"out={tmp_path}/nothing")
     assert listed.endswith("3 runs: 1 done, 1 diverged, 1 missing\n") and "loss 2.6391" in listed
+    assert f"2 of them are kept in {archive}\n" in listed
     assert not missing.exists()
 
 
@@ -83,27 +119,28 @@ def test_a_real_run_loses_its_places_and_no_setting(corpus, tmp_path):
     command = [f"data.train={tmp_path}/*.txt", f"out={tmp_path}", "cache=/c", "++name='run'", "tracking.mode=offline"]
     manifest |= {"command": [*command, "optim.lr=0.01"], "origin": f"{tmp_path}/other/checkpoints/step-1"}
     (run / "manifest.json").write_text(json.dumps(manifest))
-    assert archive_run(run, tmp_path / "kept" / "named") == "archived"
+    RunArchive(tmp_path / "kept").write({"named": collect_run(run, "named")})
     before, after = read_run(run), read_run(tmp_path / "kept" / "named")
-    assert len(grouped([before, after])) == 1 and before.seed == after.seed
+    assert len(group_runs([before, after])) == 1 and before.seed == after.seed
     assert (after.config["out"], after.config["cache"], after.config["name"]) == ("runs", None, "named")
     assert after.manifest["command"] == ["data.train=*.txt", "optim.lr=0.01"]
     assert after.manifest["origin"] == "step-1" and after.manifest["groups"] == before.manifest["groups"]
-    assert str(tmp_path) not in (after.folder / "manifest.json").read_text()
+    assert str(tmp_path) not in json.dumps(after.manifest)
+    assert before.read_lines("metrics.jsonl") == after.read_lines("metrics.jsonl")
     assert before.columns.keys() == after.columns.keys()
 
 
 def test_settings_that_define_a_run_stay_and_are_named(reproduce, archive, tmp_path):
-    experiment, _ = small()
-    cells = experiment.cells(["data=files", f"data.train={tmp_path}/*.txt"])
-    fill(tmp_path / "out" / experiment.folder, cells, lambda cell: 14.0)
+    grid, _ = small()
+    points = grid.expand(["data=files", f"data.train={tmp_path}/*.txt"])
+    fill(tmp_path / "out" / grid.folder, points, lambda point: 14.0)
     words = (*WORDS, "data=files", f"data.train={tmp_path}/*.txt", f"out={tmp_path}/out")
     said = reproduce(*words, "action=archive")
     assert said.count(f"note: data.train={tmp_path}/*.txt is archived with its place on this machine") == 1
     assert reproduce(*words[:-1], f"out={tmp_path}/nothing").endswith("3 runs: 3 done\n")
 
 
-def test_what_was_measured_later_comes_after(reproduce, archive, tmp_path):
+def test_analysis_that_comes_later_is_added(reproduce, archive, tmp_path):
     done, *_ = runs(tmp_path / "out", 14.0, None, None)
     words = (*WORDS, *FURTHER, f"out={tmp_path}/out", "action=archive")
     reproduce(*words)
@@ -114,55 +151,80 @@ def test_what_was_measured_later_comes_after(reproduce, archive, tmp_path):
     (done / "analysis" / "spectral.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     assert "  brought up to date: analysis/spectral.jsonl\n" in reproduce(*words)
     assert "  there already\n" in reproduce(*words)
-    kept = archive / done.name / "analysis"
-    assert [path.name for path in kept.iterdir()] == ["spectral.jsonl"]
-    assert (kept / "spectral.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    kept = RunArchive(archive / "500m_magnitude-tiny").get(done.name).files
+    assert kept.keys() == {"metrics.jsonl", "analysis/spectral.jsonl"}
+    assert kept["analysis/spectral.jsonl"] == b'{"step": 1}\n{"step": 2}\n'
+    (done / "analysis" / "spectral.jsonl").unlink()
+    assert "  there already\n" in reproduce(*words)  # and keeps what it alone has
+    assert RunArchive(archive / "500m_magnitude-tiny").get(done.name).files == kept
 
 
 def test_another_run_of_the_same_settings_is_refused_before_anything_is_written(reproduce, archive, tmp_path, capsys):
     runs(tmp_path / "first", None, None, 14.0)
     reproduce(*WORDS, *FURTHER, f"out={tmp_path}/first", "action=archive")
+    written = modification_times(archive)
     *_, other = runs(tmp_path / "second", 15.0, 15.0, 15.0)
     with pytest.raises(SystemExit):
         reproduce(*WORDS, *FURTHER, f"out={tmp_path}/second", "action=archive")
     said = capsys.readouterr().err
-    assert said.startswith(f"error: {archive / other.name} has other metrics than {other}") and said.count("\n") == 1
-    assert [path.name for path in archive.iterdir()] == [other.name]
+    kept = archive / "500m_magnitude-tiny"
+    assert said.startswith(f"error: {kept / other.name} has other metrics than {other}") and said.count("\n") == 1
+    assert f"delete {other.name} from {kept}.json to replace it" in said
+    assert written == modification_times(archive)
+    index = json.loads(Path(f"{kept}.json").read_text())
+    Path(f"{kept}.json").write_text(json.dumps({name: index[name] for name in index if name != other.name}))
+    said = reproduce(*WORDS, *FURTHER, f"out={tmp_path}/second", "action=archive")  # as the message says
+    assert said.count("  archived\n") == 3 and read_run(kept / other.name).last("valid/perplexity") == 15.0
 
 
 def test_runs_of_two_experiments_with_one_name(reproduce, archive, tmp_path):
     """124m_learning_rate and 2_7b both have a muown_wd0-lr=0.001-seed=0."""
     for name in ("2_7b", "124m_learning_rate", "2_7b"):
-        experiment = load_experiment(name).part(seeds=1, series=["muown_wd0"])
+        grid = load_grid(name).select(seeds=1, series=["muown_wd0"])
         if not (tmp_path / name).exists():
-            fill(tmp_path / name, [c for c in experiment.cells() if c.lr == 1e-3], lambda cell: 14.0)
+            fill(tmp_path / name, [point for point in grid.expand() if point.lr == 1e-3], lambda point: 14.0)
         words = (f"experiment={name}", "seeds=1", "series=muown_wd0")
         said = reproduce(*words, f"out={tmp_path}", "action=archive")
         assert "1 done" in reproduce(*words, f"out={tmp_path}/nothing")
     assert "there already" in said
-    found = sorted(path.parent.relative_to(archive).as_posix() for path in archive.rglob("config.yaml"))
-    assert found == ["124m_learning_rate/muown_wd0-lr=0.001-seed=0", "muown_wd0-lr=0.001-seed=0"]
+    name = "muown_wd0-lr=0.001-seed=0"
+    assert archived(archive) == {"124m_learning_rate": [name], "2_7b": [name]}
 
 
 def test_runs_that_settings_cannot_tell_apart_are_found_again(reproduce, archive, tmp_path):
-    experiment = load_experiment("500m_step_time")
-    fill(tmp_path / "out" / experiment.folder, experiment.cells(), lambda cell: 14.0)
+    grid = load_grid("500m_step_time")
+    fill(tmp_path / "out" / grid.folder, grid.expand(), lambda point: 14.0)
     reproduce("experiment=500m_step_time", f"out={tmp_path}/out", "action=archive")
-    found = progress(experiment, experiment.cells(), str(tmp_path / "nothing"), archive)
-    assert [each.state for each in found] == ["done"] * 4 and len({each.folder for each in found}) == 4
+    statuses = read_progress(grid, grid.expand(), str(tmp_path / "nothing"), archive)
+    assert [each.state for each in statuses] == ["done"] * 4 and len({each.folder for each in statuses}) == 4
 
 
 def test_a_kill_leaves_no_half_of_a_run(archive, tmp_path, monkeypatch):
-    done, *_ = runs(tmp_path / "out", 14.0, None, None)
+    runs(tmp_path / "out", 14.0, 14.0, None)
+    grid, points = small()
+    statuses = read_progress(grid, points, str(tmp_path / "out"))
 
-    def killed(path):
-        raise KeyboardInterrupt
+    def write_or_die(path, content):
+        if path.suffix == ".json":
+            raise KeyboardInterrupt
+        path.write_bytes(content)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(files, "sync_to_disk", killed)
-        archive_run(done, archive / done.name)
-    assert not (archive / done.name).exists()
-    assert archive_run(done, archive / done.name) == "archived"
+        patch.setattr(archive_files, "write_atomic", write_or_die)
+        archive_experiment(grid, statuses, archive)
+    assert [path.name for path in archive.iterdir()] == ["500m_magnitude-tiny.tar.xz"]
+    assert not read_archived_runs(archive)
+    assert [done for _, done in archive_experiment(grid, statuses, archive)] == ["archived"] * 2
+    assert len(read_archived_runs(archive)) == 2
+
+
+def test_two_commands_do_not_archive_at_once(archive, tmp_path):
+    filelock = pytest.importorskip("filelock")
+    runs(tmp_path / "out", 14.0, None, None)
+    grid, points = small()
+    archive.mkdir()
+    with filelock.FileLock(archive / ".lock"), pytest.raises(ValueError, match="another process archives runs to"):
+        archive_experiment(grid, read_progress(grid, points, str(tmp_path / "out")), archive)
 
 
 @pytest.mark.parametrize(
@@ -177,42 +239,63 @@ def test_a_kill_leaves_no_half_of_a_run(archive, tmp_path, monkeypatch):
         ("tokens/s", "tokens/s"),
     ],
 )
-def test_places(text, plain):
-    assert without_places({"a": [text]}) == {"a": [plain]}
+def test_absolute_paths(text, plain):
+    assert cut_absolute_paths({"a": [text]}) == {"a": [plain]}
 
 
-def test_what_is_not_there_is_not_made_up():
-    assert plain_config({"name": "a", "seed": 1}, "b") == {"name": "b", "seed": 1}
-    assert plain_config(yaml.safe_load("tracking: {entity: me}\ntrust: [/x/y]"), "b") == {
+def test_keys_that_a_record_lacks_are_not_added():
+    assert remove_places_from_config({"name": "a", "seed": 1}, "b") == {"name": "b", "seed": 1}
+    assert remove_places_from_config(yaml.safe_load("tracking: {entity: me}\ntrust: [/x/y]"), "b") == {
         "tracking": None,
         "trust": ["y"],
     }
-    assert plain_manifest({"ranks": 1}) == {"ranks": 1, "command": []}
+    assert remove_places_from_manifest({"ranks": 1}) == {"ranks": 1, "command": []}
 
 
 def test_a_run_that_measures_itself_is_kept_beside_one_that_does_not(reproduce, archive, tmp_path):
-    """Their settings are the same, their metrics are not."""
-    experiment = load_experiment("spectral_500m").part(series=["muown_wd0"])
-    (cell,) = experiment.cells()
-    fill(tmp_path / "out" / experiment.folder, [cell], lambda cell: 14.0)
-    plain = dict(cell.config) | {"probes": None, "keep_every": 1000}
-    write(archive / cell.name, [line(0, valid=9.0), line(2, 3.0, valid=3.0)], plain, steps=2)
+    """Their settings are the same, their metrics are not; a number tells them apart where their names are equal too."""
+    grid = load_grid("spectral_500m").select(series=["muown_wd0"])
+    (point,) = grid.expand()
+    fill(tmp_path / "out" / grid.folder, [point], lambda point: 14.0)
+    plain = dict(point.config) | {"probes": None, "keep_every": 1000}
+    folder = write(tmp_path / "plain" / point.name, [line(0, valid=9.0), line(2, 3.0, valid=3.0)], plain, steps=2)
+    store(archive / grid.folder, folder)
     words = ("experiment=spectral_500m", "series=muown_wd0", f"out={tmp_path}/out", "action=archive")
     assert "  archived\n" in reproduce(*words) and "  there already\n" in reproduce(*words)
-    assert (archive / experiment.folder / cell.name / "config.yaml").exists()
+    assert archived(archive) == {grid.folder: [point.name, f"{point.name}-2"]}
+    assert read_run(archive / grid.folder / f"{point.name}-2").last("valid/perplexity") == 14.0
 
 
 def test_a_run_that_measures_itself_is_no_copy_where_nobody_asks(reproduce, archive, tmp_path):
     """An experiment that asks for no probes may find a run with some: it is kept where it is, or beside a plain one."""
-    experiment = load_experiment("corpus_spectral").part(points=1, series=["fixed"])
-    (cell,) = experiment.cells()
-    fill(tmp_path / "out" / experiment.folder, [cell], lambda cell: 14.0)
+    grid = load_grid("corpus_spectral").select(points=1, series=["fixed"])
+    (point,) = grid.expand()
+    fill(tmp_path / "out" / grid.folder, [point], lambda point: 14.0)
     words = (f"out={tmp_path}/out", "action=archive", "series=fixed")
     reproduce("experiment=corpus_spectral", *words)
     said = reproduce("experiment=corpus_magnitude", *words)
-    assert "1 done" in said and "  there already\n" in said and len(list(archive.glob("**/config.yaml"))) == 1
-    plain = dict(cell.config) | {"probes": None}
-    (archive / experiment.folder).mkdir()
-    (archive / cell.name).rename(archive / experiment.folder / cell.name)
-    write(archive / cell.name, [line(0, valid=9.0), line(2, 3.0, valid=3.0)], plain, steps=2)
+    assert "1 done" in said and "  there already\n" in said and archived(archive) == {grid.folder: [point.name]}
+    plain = dict(point.config) | {"probes": None}
+    folder = write(tmp_path / "plain" / point.name, [line(0, valid=9.0), line(2, 3.0, valid=3.0)], plain, steps=2)
+    store(archive / "corpus_learning_rate", folder)
     assert "  there already\n" in reproduce("experiment=corpus_magnitude", *words)
+
+
+def test_every_run_of_the_repository_can_be_read():
+    """Its archives are small, no file is that of a single run, and stored names of classes and functions still work."""
+    files = list(KEPT.iterdir())
+    assert len(files) == 18 and sum(path.stat().st_size for path in files) < 10e6
+    kept = read_archived_runs(KEPT)
+    assert len(kept) == 116 and {run.state for run in kept} == {"finished"}
+    for run in kept:
+        assert len(run.series("train/loss")[0]) == run.step and run.last("valid/loss") is not None
+    targets = {value for run in kept for key, value in flatten(run.config) if key.endswith("_target_")}
+    assert "muown_train.training.schedule.wsd" in targets and all(callable(get_object(target)) for target in targets)
+
+
+@pytest.mark.parametrize(("name", "count"), DONE.items())
+def test_the_experiments_count_the_runs_of_the_repository(name, count, tmp_path):
+    """Each counts as many runs as before these were archived in this form and modules moved; several share runs."""
+    grid = load_grid(name)
+    statuses = read_progress(grid, grid.expand(), str(tmp_path), KEPT)
+    assert Counter(each.state for each in statuses) == {"done": count}

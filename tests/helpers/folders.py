@@ -1,4 +1,4 @@
-"""Folders of runs as training writes them, with numbers that are made up for a test."""
+"""Folders of runs as training writes them, with numbers made up for tests."""
 
 import json
 from collections.abc import Sequence
@@ -7,11 +7,11 @@ from typing import Any
 
 import yaml
 
-BATCH = 100  # tokens of an update
+BATCH = 100  # tokens of a step
 
 
 def line(step: int, loss: float | str | None = None, valid: float | str | None = None, **more: Any) -> dict[str, Any]:
-    """A line of metrics.jsonl."""
+    """Return a line of metrics.jsonl."""
     found: dict[str, Any] = {"step": step, "tokens": BATCH * step, "time": 0.5 * step}
     if loss is not None:
         found |= {"train/loss": loss, "train/lr": 0.01 / step}
@@ -23,20 +23,20 @@ def line(step: int, loss: float | str | None = None, valid: float | str | None =
 def write(
     folder: Path, lines: Sequence[dict[str, Any]], config: dict[str, Any], state: str | None = "finished", **status: Any
 ) -> Path:
-    """A run's folder with these files; without status.json where `state` is None."""
+    """Write a run's folder; without status.json where `state` is None."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
     manifest = {"device": "a device", "ranks": 2, "data": {"content": "the text"}}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     if state:
-        told = {"state": state, "reason": "", "step": lines[-1]["step"], "steps": 4} | status
+        told = {"state": state, "reason": "", "step": lines[-1]["step"] if lines else 0, "steps": 4} | status
         (folder / "status.json").write_text(json.dumps(told))
     return folder
 
 
 def settings(seed: int = 0, **optim: Any) -> dict[str, Any]:
-    """A configuration."""
+    """Return a configuration."""
     return {
         "name": f"of-{seed}",
         "seed": seed,

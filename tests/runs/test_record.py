@@ -1,4 +1,4 @@
-"""Runs read without torch: what there is of them, half-written or not; runs of one setting; means over neighbours."""
+"""Records of runs, half-written or not, are read without torch; runs of one setting are grouped; moving means."""
 
 import json
 import math
@@ -8,8 +8,18 @@ import sys
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
-from muown_train.runs.record import ABSENT, NoRun, differing, grouped, moving_mean, read_run
+from muown_train.runs.record import (
+    ABSENT,
+    NoRun,
+    find_differing_settings,
+    group_runs,
+    moving_mean,
+    read_config,
+    read_run,
+    read_stored_config,
+)
 from tests.helpers.folders import line, settings, write
 from tests.helpers.runs import trained
 
@@ -67,24 +77,24 @@ def test_what_is_no_run(tmp_path):
 def test_runs_of_one_setting(tmp_path):
     configs = [settings(11), settings(2), settings(0, lr=0.02), {**settings(3), "time_limit": 9, "tracking": {"a": 1}}]
     runs = [read_run(write(tmp_path / str(i), [line(1)], config)) for i, config in enumerate(configs)]
-    groups = grouped(runs)
+    groups = group_runs(runs)
     assert [[run.seed for run in group.runs] for group in groups] == [[2, 3, 11], [0]]
-    assert differing(groups) == {"optim.lr": [0.01, 0.02]}
+    assert find_differing_settings(groups) == {"optim.lr": [0.01, 0.02]}
     (tmp_path / "1" / "manifest.json").write_text('{"data": {"content": "another text"}}')
-    groups = grouped([read_run(tmp_path / "0"), read_run(tmp_path / "1")])
-    assert differing(groups) == {"data (content)": ["the text", "another text"]}
-    groups = grouped([*runs[:1], read_run(write(tmp_path / "x", [line(1)], settings(0, betas=None, momentum=1)))])
+    groups = group_runs([read_run(tmp_path / "0"), read_run(tmp_path / "1")])
+    assert find_differing_settings(groups) == {"data (content)": ["the text", "another text"]}
+    groups = group_runs([*runs[:1], read_run(write(tmp_path / "x", [line(1)], settings(0, betas=None, momentum=1)))])
     facts = {"optim.betas": [[0.9, 0.95], None], "optim.momentum": [ABSENT, 1]}
-    assert {key: differing(groups)[key] for key in facts} == facts
+    assert {key: find_differing_settings(groups)[key] for key in facts} == facts
 
 
 def test_settings_that_a_run_is_older_than_are_the_default(tmp_path):
-    """A run from before a setting was there, and one that has it at its default, are of one setting."""
+    """A run from before a setting existed and a run that has it at its default count as one setting."""
     old = settings()
     new = old | {"model": old["model"] | {"init_std": 0.02}, "optim": old["optim"] | {"magnitude_lr_scale": 1.0}}
     other = new | {"optim": new["optim"] | {"magnitude_lr_scale": 0.1}}
     runs = [read_run(write(tmp_path / str(i), [line(1, 3.0)], each)) for i, each in enumerate((old, new, other))]
-    assert [len(group.runs) for group in grouped(runs)] == [2, 1]
+    assert [len(group.runs) for group in group_runs(runs)] == [2, 1]
     assert runs[0].settings["model.init_std"] == 0.02
 
 
@@ -94,6 +104,40 @@ def test_means_over_neighbours(window):
     before = (window - 1) // 2
     expected = [np.mean(values[max(0, i - before) : i - before + window]) for i in range(20)]
     assert moving_mean(values, window) == pytest.approx(expected, abs=1e-12)
+
+
+def test_settings_come_back_as_omegaconf_wrote_them(tmp_path):
+    """Also texts that look like numbers, dates, times and truth values."""
+    values = (
+        "1e-3",
+        "2026-01-01",
+        "1:30",
+        "yes",
+        "on",
+        "null",
+        "~",
+        "0x1f",
+        "1_000",
+        ".5",
+        "1.",
+        "a: b",
+        "[1",
+        "é",
+        "",
+    )
+    texts = {f"text{i}": value for i, value in enumerate(values)}
+    config = texts | {"small": 1e-30, "large": 1e300, "inf": float("inf"), "none": None, "list": [1, "1", 1.0, True]}
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+    assert repr(read_config(tmp_path)) == repr(config)
+
+
+def test_renamed_settings_have_their_names_of_today(tmp_path):
+    old = settings() | {"check_every": 5, "schedule": {"_target_": "muown_train.schedule.wsd", "warmup": 0.1}}
+    old["model"] = old["model"] | {"checkpointed": 1}
+    config = read_run(write(tmp_path / "run", [line(1)], old)).config
+    assert config["replica_check_every"] == 5 and config["model"]["activation_checkpointing"] == 1
+    assert config["schedule"]["_target_"] == "muown_train.training.schedule.wsd"
+    assert read_stored_config(tmp_path / "run") == old
 
 
 def test_torch_is_not_loaded():
