@@ -1,7 +1,8 @@
-"""One process among many: who it is, on which device, and sums over all of them.
+"""The ranks of a run: this process's rank and device, and sums and exchanges over all ranks.
 
-Started by torchrun (or anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT): NCCL where there
-are GPUs, gloo elsewhere. Without these variables it is a world of one, and nothing is initialised.
+A run with several ranks is started by torchrun, or by anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+MASTER_PORT. It uses NCCL where there are GPUs and gloo elsewhere. Without these variables the world has one rank, and
+no process group is made.
 """
 
 import inspect
@@ -19,36 +20,36 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from muown_train.runtime.heartbeat import LOST_AFTER, Liveness, explained_loss, watch
+from muown_train.runtime.heartbeat import LOST_AFTER, HeartbeatMonitor, connect_heartbeat, explain_lost_rank
 
-MEETING = timedelta(minutes=10)  # for all ranks to start
+START_TIMEOUT = timedelta(minutes=10)  # the time for all ranks to start
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place: rank of size, and its device."""
+    """This process's rank among `size` ranks, and its device."""
 
     rank: int
     size: int
     device: torch.device
-    liveness: Liveness | None = field(default=None, compare=False, repr=False)
+    heartbeat: HeartbeatMonitor | None = field(default=None, compare=False, repr=False)
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def record_step(self, update: int) -> None:
-        """Note how many updates are done, for the message if a rank is lost."""
-        if self.liveness:
-            self.liveness.update = update
+    def record_step(self, step: int) -> None:
+        """Note the step that is done, for the message if a rank is lost."""
+        if self.heartbeat:
+            self.heartbeat.step = step
 
     def run_on_main(self, action: Callable[[], Any]) -> Any:
-        """The result of an action of the main rank, on every rank; what it raises as well."""
+        """Run an action on the main rank and return its result on every rank; an error is raised on every rank too."""
         result: tuple[Any, Exception | None] = (None, None)
         if self.is_main:
             try:
                 result = action(), None
-            except Exception as raised:  # no rank waits for one that failed
+            except Exception as raised:  # the other ranks get it, so that none waits for a rank that failed
                 result = None, raised
         value, error = self.gather(result)[0]
         if error:
@@ -56,15 +57,15 @@ class World:
         return value
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over ranks, in place; values on any device."""
+        """Sum `values`, on any device, over all ranks in place, and return them."""
         if self.size > 1:
-            moved = values.to(self.device)
-            dist.all_reduce(moved)
-            values.copy_(moved)
+            on_device = values.to(self.device)
+            dist.all_reduce(on_device)
+            values.copy_(on_device)
         return values
 
     def gather(self, value: Any) -> list[Any]:
-        """The small object of every rank, in order of rank, on every rank."""
+        """Return the small objects of all ranks, in order of rank, on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -73,32 +74,32 @@ class World:
 
 
 def wrap_in_ddp(model: nn.Module, device: torch.device, in_bfloat16: bool = False) -> nn.Module:
-    """The model under DDP; its buffers are constants and need no synchronisation.
+    """Return the model in DistributedDataParallel; its buffers are constants, so DDP does not synchronise them.
 
-    Gradients are parts of DDP's buckets from here on: to stay so they are to be zeroed, and never set to None.
+    From here on gradients are views of DDP's buckets. To stay so they must be zeroed, and never set to None.
 
     Args:
-        in_bfloat16: gradients are rounded to bfloat16 for the mean over ranks, half the bytes to send. What a rank
-            adds up before, over its micro-batches, and what it gets back stay in the gradients' own dtype.
+        in_bfloat16: round gradients to bfloat16 for the mean over ranks, which halves the bytes to send. The sum over
+            a rank's micro-batches before, and the mean after, have the gradients' own dtype.
     """
     names = inspect.signature(DistributedDataParallel).parameters
-    buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"  # since, before 2.13
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"  # until torch 2.12
     devices = [device] if device.type == "cuda" else None
     options: dict[str, Any] = {buffers: False}
     for p in model.parameters():
-        if p.requires_grad:  # DDP takes these gradients into its buckets; made later they would exist twice
+        if p.requires_grad:  # DDP moves these gradients into its buckets; gradients made later would exist twice
             p.grad = torch.zeros_like(p)
     replica = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **options)
     if in_bfloat16:
-        # by the hook's own name DDP refuses it without NCCL, though gloo has bfloat16
+        # the hook is wrapped since DDP refuses the original, by its name, without NCCL, though gloo has bfloat16
         replica.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
     return replica
 
 
-def _meet(rank: int, size: int, backend: str, timeout: timedelta) -> None:
-    """Make the process group; a rank that never comes is not waited for as long as one that is late later."""
+def _init_process_group(rank: int, size: int, backend: str, timeout: timedelta) -> None:
+    """Make the process group. A rank may take START_TIMEOUT to start; `timeout` is for each collective later."""
     try:
-        store, _, _ = next(rendezvous("env://", rank, size, timeout=MEETING))
+        store, _, _ = next(rendezvous("env://", rank, size, timeout=START_TIMEOUT))
     except dist.DistError as error:
         raise ConnectionError(f"the {size} ranks did not meet: {str(error).splitlines()[0]}") from error
     store.set_timeout(timeout)
@@ -107,16 +108,16 @@ def _meet(rank: int, size: int, backend: str, timeout: timedelta) -> None:
 
 @contextmanager
 def join_world(timeout: timedelta = timedelta(minutes=30), lost_after: float = LOST_AFTER) -> Iterator[World]:
-    """The world that the environment describes; the process group lives as long as the context.
+    """Join the ranks that the environment describes, and yield the world; the process group ends with the context.
 
-    With several ranks, one that is lost ends the others with the reason (see `liveness`).
+    When one of several ranks is lost, the others end with the reason (see `heartbeat`).
 
     Args:
-        timeout: of a collective. A rank that is alive may be this late, waiting for its data for example.
+        timeout: time limit of a collective. A rank that is alive may be this late, for example while it waits for data.
         lost_after: seconds of silence after which a rank is lost.
 
     Raises:
-        ConnectionError: a collective failed because another rank's process went, and it is not known which.
+        ConnectionError: a collective failed because the process of another rank, not known which, has gone.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
@@ -124,16 +125,16 @@ def join_world(timeout: timedelta = timedelta(minutes=30), lost_after: float = L
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    here = World(rank, size, device)
+    world = World(rank, size, device)
     if size == 1:
-        yield here
+        yield world
         return
-    _meet(rank, size, "nccl" if device.type == "cuda" else "gloo", timeout)
+    _init_process_group(rank, size, "nccl" if device.type == "cuda" else "gloo", timeout)
     try:
-        with watch(rank, here.gather, lost_after) or nullcontext() as watching:
-            yield replace(here, liveness=watching)
+        with connect_heartbeat(rank, world.gather, lost_after) or nullcontext() as heartbeat:
+            yield replace(world, heartbeat=heartbeat)
     except RuntimeError as error:
-        if explanation := explained_loss(error):
+        if explanation := explain_lost_rank(error):
             raise ConnectionError(explanation) from error
         raise
     finally:

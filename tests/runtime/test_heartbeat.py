@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 
 from muown_train.runtime import distributed
-from muown_train.runtime.heartbeat import Liveness, explained_loss
+from muown_train.runtime.heartbeat import HeartbeatMonitor, explain_lost_rank
 from tests.helpers.ranks import free_port
 
 GOES_ON = "the same command goes on from the last checkpoint"
@@ -63,7 +63,7 @@ def ended(process: subprocess.Popen, within: float) -> tuple[int, str]:
 
 
 def lost(rank: int, why: str) -> tuple[int, str]:
-    return 1, f"rank {rank} on {socket.gethostname()} is lost: {why} (after update 7); {GOES_ON}"
+    return 1, f"rank {rank} on {socket.gethostname()} is lost: {why} (after step 7); {GOES_ON}"
 
 
 @pytest.mark.parametrize("body", [STUCK, pytest.param(COLLECTIVES, marks=pytest.mark.slow)])
@@ -91,7 +91,7 @@ def test_a_halted_rank_ends_the_others_after_a_while(victim, body):
 
 
 def test_a_rank_that_never_comes_is_not_waited_for_for_long(monkeypatch):
-    monkeypatch.setattr(distributed, "MEETING", timedelta(seconds=1))
+    monkeypatch.setattr(distributed, "START_TIMEOUT", timedelta(seconds=1))
     for key, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
         monkeypatch.setenv(key, str(value))
     with (
@@ -133,31 +133,31 @@ def test_ranks_may_end_one_after_the_other():
 
 
 @contextmanager
-def a_pair() -> Iterator[tuple[Liveness, socket.socket]]:
+def a_pair() -> Iterator[tuple[HeartbeatMonitor, socket.socket]]:
     """The watch of rank 0 in this process, and the connection of a rank 1 played by the test."""
     server = socket.create_server(("127.0.0.1", 0))
-    watch = Liveness(0, ("here", "there"), server, "token", lost_after=10)
-    with watch, socket.create_connection(server.getsockname()) as other:
+    monitor = HeartbeatMonitor(0, ["here", "there"], server, "token", lost_after=10)
+    with monitor, socket.create_connection(server.getsockname()) as other:
         other.sendall(b"token 1\n")
-        yield watch, other
+        yield monitor, other
 
 
 def test_strangers_are_neither_heard_nor_missed():
-    with a_pair() as (watch, other):
-        strangers = [socket.create_connection(watch._end.getsockname()) for _ in range(3)]
+    with a_pair() as (monitor, other):
+        strangers = [socket.create_connection(monitor._connection.getsockname()) for _ in range(3)]
         strangers[0].sendall(b"lost 1 by my word\nbye\nfailed\n\xff\xfe\n")
         strangers[1].sendall(b"GET / HTTP/1.1\r\n" * 1000)
         strangers[2].close()
         assert other.recv(100).startswith(b"alive")
         other.sendall(b"al")
         other.sendall(b"ive\nbye\n")
-        watch._thread.join(0.3)
-        assert watch._thread.is_alive()  # it leaves when told to
-    assert not watch._thread.is_alive()
+        monitor._thread.join(0.3)
+        assert monitor._thread.is_alive()  # it leaves when told to
+    assert not monitor._thread.is_alive()
 
 
 def test_which_errors_mean_a_loss():
     gloo = RuntimeError("[gloo/transport/tcp/pair.cc:549] Connection closed by peer [127.0.0.1]:9\nmore")
-    assert explained_loss(gloo) == f"another rank is lost: {str(gloo).splitlines()[0]}; {GOES_ON}"
-    assert explained_loss(RuntimeError("shapes do not match")) is None
-    assert explained_loss(ConnectionResetError("Connection reset by peer")) is None  # of a download
+    assert explain_lost_rank(gloo) == f"another rank is lost: {str(gloo).splitlines()[0]}; {GOES_ON}"
+    assert explain_lost_rank(RuntimeError("shapes do not match")) is None
+    assert explain_lost_rank(ConnectionResetError("Connection reset by peer")) is None  # of a download
