@@ -1,4 +1,4 @@
-"""Muown and its relatives as torch optimizers. Needs torch and nothing else."""
+"""Muown and related optimizers as torch optimizers; this package imports torch alone."""
 
 from .combined import Combined
 from .lion import Lion

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .core.base import check_group_sizes, describe_parameter
 from .core.matrix import MatrixOptimizer
-from .core.skip_step import heeds_flag, step_unless
+from .core.skip_step import can_skip_on_device, step_or_skip
 
 
 class Combined(torch.optim.Optimizer):
-    """One torch optimizer made of parts: `Combined(Muown(matrix), AdamW(rest))`.
+    """One torch optimizer made of several parts: `Combined(Muown(matrix), AdamW(rest))`.
 
-    `param_groups` are the parts' own groups in a row, so that what a scheduler writes reaches the part;
-    `state` is that of all parts; the state dict is one in torch's format, with parameters numbered over all
-    groups. `optimizers` are the parts.
+    `optimizers` are the parts. `param_groups` are the parts' own groups in a row, so that what a scheduler writes
+    reaches the part; `state` is that of all parts; the state dict has torch's format, with parameters numbered over all
+    groups.
 
     Raises:
-        ValueError: without parts, and for a parameter that two groups own.
+        ValueError: if there are no parts, or if two groups own a parameter.
     """
 
     found_inf: Tensor | None = None
@@ -30,25 +32,22 @@ class Combined(torch.optim.Optimizer):
         if not optimizers:
             raise ValueError("Combined needs at least one optimizer")
         owned: set[Tensor] = set()
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                for i, p in enumerate(group["params"]):
-                    if p in owned:
-                        names = group.get("param_names")
-                        name = repr(names[i]) if names else f"of shape {tuple(p.shape)}"
-                        raise ValueError(f"parameter {name} is in two groups: one optimizer must own it")
-                    owned.add(p)
-        # Not Optimizer.__init__, which would make groups and state of its own; this sets up all the rest.
+        for j, group in enumerate(chain.from_iterable(optimizer.param_groups for optimizer in optimizers)):
+            for i, p in enumerate(group["params"]):
+                if p in owned:
+                    raise ValueError(f"{describe_parameter(group, i, j)} is in two groups: one optimizer must own it")
+                owned.add(p)
+        # Optimizer.__init__ would create groups and state of its own; this sets up everything else.
         self.__setstate__({"defaults": {}, "optimizers": optimizers})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all parts, in order: a new list of the same dicts."""
+        """The groups of all parts in order, as a new list of the same dicts."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
-        """The state of all parts by parameter: a new dict of the same entries."""
+        """The state of all parts by parameter, as a new dict of the same entries."""
         merged: defaultdict[Tensor, Any] = defaultdict(dict)
         for optimizer in self.optimizers:
             merged.update(optimizer.state)
@@ -64,7 +63,7 @@ class Combined(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step each part in order; a closure is evaluated once, before them, and its loss returned.
 
-        A flag in `found_inf` goes to each part, see `gate.step_unless`.
+        A skip flag in `found_inf` goes to each part, see `core.skip_step.step_or_skip`.
         """
         flag = self.found_inf
         loss = None
@@ -75,34 +74,32 @@ class Combined(torch.optim.Optimizer):
             if flag is None:
                 optimizer.step()
             else:
-                step_unless(flag, optimizer)
+                step_or_skip(optimizer, flag)
         return loss
 
     @property
-    def heeds_flag(self) -> bool:
-        """Whether all parts leave an update out on the device."""
-        return all(map(heeds_flag, self.optimizers))
+    def can_skip_on_device(self) -> bool:
+        """Whether all parts obey a skip flag without asking the host."""
+        return all(map(can_skip_on_device, self.optimizers))
 
     def compile(self, **options: Any) -> None:
-        """Compile the parts that can be, see `MatrixOptimizer.compile`."""
+        """Compile the parts that support it, see `MatrixOptimizer.compile`."""
         for optimizer in self.optimizers:
             if isinstance(optimizer, MatrixOptimizer):
                 optimizer.compile(**options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hand each part its share of a state dict of such a combination.
+        """Hand each part its share of the state dict of a `Combined`.
 
         Raises:
-            ValueError: if the groups do not match; no part has been changed then.
+            ValueError: if the groups do not match; no part has changed then.
         """
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         saved = state_dict["param_groups"]
-        sizes, saved_sizes = ([len(group["params"]) for group in groups] for groups in (self.param_groups, saved))
-        if sizes != saved_sizes:
-            raise ValueError(f"the saved optimizer has groups of {saved_sizes} parameters, this one of {sizes}")
+        check_group_sizes(self.param_groups, saved)
         start = 0
         for optimizer in self.optimizers:
             groups = saved[start : start + len(optimizer.param_groups)]
@@ -114,7 +111,7 @@ class Combined(torch.optim.Optimizer):
             post_hook(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not here: which part would take it cannot be known.
+        """Refuse the group, since nothing says which part is to take it.
 
         Raises:
             ValueError: always.

@@ -2,7 +2,7 @@
 
     C = beta1 M + (1 - beta1) G;   W <- (1 - lr weight_decay) W - lr sign(C);   M <- beta2 M + (1 - beta2) G
 
-(Algorithm 2 there.) Elementwise, for parameters of any shape.
+This is Algorithm 2 of the paper. It works elementwise, on parameters of any shape.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .core.base import EagerOptimizer, Group, State
-from .core.matrix import check_number, check_numbers
+from .core.base import BaseOptimizer, Group, State, collect_defaults
+from .core.checks import check_numbers
 
 
-class Lion(EagerOptimizer):
+class Lion(BaseOptimizer):
     """Lion with decoupled weight decay.
 
-    An update has the size lr in every element, larger than Adam's: the paper of Lion advises a learning rate 3 to 10
-    times smaller and a weight decay as much larger.
+    A step has the size lr in every element, which is larger than Adam's: the paper of Lion advises a learning rate 3 to
+    10 times smaller and a weight decay larger by the same factor.
 
     Args:
         params: parameters of any shape, pairs of name and parameter, or groups of them. `blocks` is ignored.
-        lr: learning rate, a number or a tensor of one (which on a GPU is waited for at each step).
-        betas: of the update and of the momentum, both in [0, 1).
-        weight_decay: decoupled.
+        lr: learning rate, a number or a one-element tensor (on a GPU the host waits for it in each step).
+        betas: decay of the averages in the step and in the momentum, both in [0, 1).
+        weight_decay: decoupled: W <- (1 - lr weight_decay) W.
 
-    State: `exp_avg`, the shape and dtype of the parameter.
+    State: `exp_avg`, in the shape and dtype of the parameter.
 
     Raises:
-        ValueError: naming the parameter or the option that cannot be.
+        ValueError: naming the invalid parameter or option.
     """
 
     def __init__(
@@ -40,21 +40,20 @@ class Lion(EagerOptimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        super().__init__(params, collect_defaults(locals()))
 
     def check_group(self, group: Group) -> None:
-        check_number("lr", group["lr"])
-        check_number("weight_decay", group["weight_decay"])
+        super().check_group(group)
         group["betas"] = check_numbers("betas", group["betas"], 2, below=1.0)
 
     def init_state(self, W: Tensor, group: Group) -> State:
         return {"exp_avg": torch.zeros_like(W)}
 
     @property
-    def heeds_flag(self) -> bool:
+    def can_skip_on_device(self) -> bool:
         return True
 
-    def update_group(self, params: list[Tensor], grads: list[Tensor], states: list[State], group: Group) -> None:
+    def step_group(self, params: list[Tensor], grads: list[Tensor], states: list[State], group: Group) -> None:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         M = [state["exp_avg"] for state in states]
         C = torch._foreach_mul(M, beta1)

@@ -1,15 +1,15 @@
 """Muown: Muon on the directions of the rows, Adam on their magnitudes (paper, section 3, Algorithm 1).
 
-Each matrix is W = Diag(g / r) R, inside the optimizer alone: the model holds W, the state g and r, and R is
+Each matrix is W = Diag(g / r) R, inside the optimizer alone: the model holds W, the state holds g and r, and R is
 reconstructed from W.
 
     W, G (m, n)  weight and its gradient     g, r (m,)  magnitudes, |g_i| = ||W_i||, and row norms of R
     R (m, n)     directions, unnormalised    M (m, n)   momentum of the gradient of R
     O (m, n)     orthogonalised momentum     D (m, n)   = Diag(1/r) R
 
-What the paper leaves open is decided so: g is signed, for Adam may carry it through zero, and |g| stays at or
-above 1e-12 of its first value, since W is the only store of R; when weight decay refreshes g from the rows of
-W, g keeps its sign, or R would flip against its momentum; a row is not decayed below that floor.
+The paper leaves some choices open. Here g is signed, since Adam may carry it through zero, and |g| stays at or above
+1e-12 of its first value, since W is the only store of R. When weight decay refreshes g from the rows of W, g keeps its
+sign, or R would flip against its momentum. A row is not decayed below that floor.
 """
 
 from __future__ import annotations
@@ -20,64 +20,70 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .core.base import Group, State
-from .core.magnitude import MAGNITUDES
-from .core.matrix import Kept, MatrixOptimizer, Number, adjust_lr, check_choice, check_number, check_numbers, subtract
+from .core.base import Group, State, collect_defaults
+from .core.checks import check_bool, check_choice, check_number, check_numbers
+from .core.matrix import Extras, MatrixOptimizer, Number, subtract_scaled
 from .core.orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
-from .core.weight_norm import count_zero_rows, row_norms, split_gradient, turn
+from .core.weight_norm import (
+    MAGNITUDE_STATE,
+    clamp_away_from_zero,
+    count_zero_rows,
+    row_norms,
+    split_gradient,
+    step_directions,
+    step_magnitudes,
+)
 
-FLOOR = 1e-12  # least |g|, of its first value
+FLOOR = 1e-12  # the least |g|, as a fraction of its first value
 
 
 class Muown(MatrixOptimizer):
     """Muon with implicit weight normalization of the rows.
 
     Args:
-        params: 2-D parameters, pairs of name and parameter, or groups of them. A group may have `blocks`
-            (rows of the matrices of a fused parameter) and `reparameterize=False` (plain Muon steps, in the
-            same momentum form).
-        lr: learning rate of directions and magnitudes, a number or a tensor of one (which on a GPU is waited
-            for).
+        params: 2-D parameters, pairs of name and parameter, or groups of them. A group may have `blocks` (rows of the
+            matrices of a fused parameter) and `reparameterize=False` (plain Muon steps, in the same momentum form).
+        lr: learning rate of directions and magnitudes, a number or a one-element tensor (on a GPU the host waits for
+            it).
         weight_decay: decoupled: W <- Diag(g/r) R - lr weight_decay W_old (appendix "Experimental Details").
         momentum: M <- momentum M + grad_R, in [0, 1).
         nesterov: orthogonalise momentum M + grad_R rather than M.
-        betas, adam_eps: of Adam on g; signum uses betas[0].
+        betas, adam_eps: options of Adam on g; signum uses betas[0].
         magnitude: "adam", "signum" or "fixed".
-        orthogonalizer: "newton_schulz", "polar_express" (with its own coefficients, best with ns_steps=8 or
-            more), "svd" (the exact polar factor), or a function of X (..., m, n) that returns the same shape
-            and only reads X.
-        ns_coefficients, ns_steps, eps, ns_dtype: of the Newton-Schulz iteration. ns_dtype None means bfloat16
+        orthogonalizer: "newton_schulz", "polar_express" (with its own coefficients, best with ns_steps=8 or more),
+            "svd" (the exact polar factor), or a function of X (..., m, n) that returns the same shape and only reads
+            X.
+        ns_coefficients, ns_steps, eps, ns_dtype: options of the Newton-Schulz iteration. ns_dtype=None means bfloat16
             where the device multiplies in it natively, else float32, and float64 for float64 parameters.
-        adjust_lr_fn: factor of lr for R: "match_rms_adamw": direction_scale sqrt(max(m, n)), "original":
-            sqrt(max(1, m/n)), None: 1.
-        direction_scale: of "match_rms_adamw".
-        zero_rows: rows of zeros have no direction: "error", or the magnitude that they start with, so that
-            the first update gives them a direction.
-        row_norm_schedule: None, or (target, steps, power): after step t the cached r, and with it the length
-            of R, is set to r_1 + (target - r_1) min(1, (t - 1) / (steps - 1))^power, where r_1 is its first
-            value. W is not changed by it; the larger r, the less a step turns the rows. (Not in the paper:
-            of the authors' entry to the Track 3 benchmark of github.com/KellerJordan/modded-nanogpt, with
-            (2.496, 3165, 1.2).)
-        magnitude_lr_scale: the learning rate of g is so many times lr. (The paper's is 1. Rows that are short, as in
-            narrow models, can be moved through zero by a step of lr, which turns them around.)
+        adjust_lr_fn: the factor of lr for R: "match_rms_adamw" is direction_scale sqrt(max(m, n)), "original" is
+            sqrt(max(1, m/n)), None is 1.
+        direction_scale: the constant in "match_rms_adamw".
+        zero_rows: rows of zeros have no direction: "error" refuses them, a number is the magnitude that they start
+            with, so that the first step gives them a direction.
+        row_norm_schedule: None, or (target, steps, power): after step t the cached r, and with it the length of R, is
+            set to r_1 + (target - r_1) min(1, (t - 1) / (steps - 1))^power, where r_1 is its first value. This does not
+            change W; the larger r, the less a step turns the rows. (It is not in the paper but in the authors' entry to
+            the Track 3 benchmark of github.com/KellerJordan/modded-nanogpt, with (2.496, 3165, 1.2).)
+        magnitude_lr_scale: the learning rate of g is this many times lr. (The paper's is 1. A step of lr can move short
+            rows, as in narrow models, through zero, which turns them around.)
 
-    State: `momentum_buffer` (m, n) in the parameter's dtype; `magnitude` (g), `row_norm` (r),
-    `magnitude_floor`, with a schedule `row_norm_start` (r_1), and the vectors of the magnitude's rule, (m,),
-    in float32 or, for float64 parameters, float64. g and r are taken from W at construction and once more at
-    the first step, in case weights were loaded in between. Later the row norms are the optimizer's own: weights that
-    something else changes keep their new directions, and get back the norms |g_i| with the next step.
+    State: `momentum_buffer` (m, n) in the parameter's dtype; `magnitude` (g), `row_norm` (r), `magnitude_floor`, with a
+    schedule `row_norm_start` (r_1), and the vectors of the magnitude's rule, (m,), in float32 or, for float64
+    parameters, float64. g and r are taken from W at construction and once more at the first step, in case weights were
+    loaded in between. Later the row norms are the optimizer's own: weights that something else changes keep their new
+    directions, and get back the norms |g_i| with the next step.
 
-    Traffic of a step besides orthogonalisation, for float32: 23 numbers, 92 bytes, an element (split_gradient 9,
-    momentum and Nesterov 8, turn 4, the last line of Algorithm 1 2), where Muon has 44 bytes. Compiled it is 32 bytes
-    where a row stays in the cache between two passes over it: W, G, M read and M, X written, then W, O read and W
-    written.
+    Traffic of a step besides orthogonalisation, for float32: 23 numbers, 92 bytes, per element (split_gradient 9,
+    momentum and Nesterov 8, step_directions 4, the last line of Algorithm 1 2), where Muon has 44 bytes. Compiled it is
+    32 bytes where a row stays in the cache between two passes over it: W, G, M read and M, X written, then W, O read
+    and W written.
 
-    bfloat16 parameters: the step is computed in float32 and rounded once into W. As W is the only store of R,
-    a change of R below half a unit in the last place (2^-9 of an element) is lost, and ||W_i|| = |g_i| holds
-    to that accuracy; g itself keeps float32's. float32 parameters are the better choice.
+    bfloat16 parameters: the step is computed in float32 and rounded once into W. As W is the only store of R, a change
+    of R below half a unit in the last place (2^-9 of an element) is lost, and ||W_i|| = |g_i| holds to that accuracy; g
+    itself keeps float32's. float32 parameters are the better choice.
 
     Raises:
-        ValueError: naming the parameter or the option that cannot be.
+        ValueError: naming the invalid parameter or option.
     """
 
     def __init__(
@@ -101,38 +107,16 @@ class Muown(MatrixOptimizer):
         row_norm_schedule: tuple[float, int, float] | None = None,
         magnitude_lr_scale: float = 1.0,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "betas": betas,
-            "adam_eps": adam_eps,
-            "magnitude": magnitude,
-            "orthogonalizer": orthogonalizer,
-            "ns_coefficients": ns_coefficients,
-            "ns_steps": ns_steps,
-            "eps": eps,
-            "ns_dtype": ns_dtype,
-            "adjust_lr_fn": adjust_lr_fn,
-            "direction_scale": direction_scale,
-            "zero_rows": zero_rows,
-            "row_norm_schedule": row_norm_schedule,
-            "magnitude_lr_scale": magnitude_lr_scale,
-            "reparameterize": True,
-            "blocks": None,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, collect_defaults(locals(), reparameterize=True, blocks=None))
 
     def check_group(self, group: Group) -> None:
         super().check_group(group)
         group["betas"] = check_numbers("betas", group["betas"], 2, below=1.0)
         check_number("adam_eps", group["adam_eps"], positive=True)
-        check_choice("magnitude", group["magnitude"], tuple(MAGNITUDES))
-        check_number("direction_scale", group["direction_scale"], positive=True)
+        check_choice("magnitude", group["magnitude"], tuple(MAGNITUDE_STATE))
         check_number("magnitude_lr_scale", group["magnitude_lr_scale"], positive=True)
         if group["row_norm_schedule"] is not None:
-            group["row_norm_schedule"] = _checked_schedule(group["row_norm_schedule"])
+            group["row_norm_schedule"] = _check_row_norm_schedule(group["row_norm_schedule"])
         if group["zero_rows"] != "error":
             try:
                 check_number("zero_rows", group["zero_rows"], positive=True)
@@ -140,11 +124,7 @@ class Muown(MatrixOptimizer):
                 raise ValueError(
                     f'zero_rows must be "error" or a positive number, got {group["zero_rows"]!r}'
                 ) from None
-        if not isinstance(group["reparameterize"], bool):
-            raise ValueError(f"reparameterize must be true or false, got {group['reparameterize']!r}")
-
-    def scale(self, group: Group, m: int, n: int) -> float:
-        return adjust_lr(group["adjust_lr_fn"], m, n, group["direction_scale"])
+        check_bool("reparameterize", group["reparameterize"])
 
     def check_parameter(self, name: str, W: Tensor, group: Group) -> None:
         super().check_parameter(name, W, group)
@@ -164,17 +144,17 @@ class Muown(MatrixOptimizer):
         g = row_norms(W)
         if group["zero_rows"] != "error":
             g = torch.where(g > 0, g, float(group["zero_rows"]))
-        state |= {"magnitude": g, "row_norm": g.clone(), "magnitude_floor": FLOOR * g}
+        state |= create_magnitude_state(g)
         if group["row_norm_schedule"] is not None:
             state["row_norm_start"] = g.clone()
-        return state | {name: torch.zeros_like(g) for name in MAGNITUDES[group["magnitude"]].names}
+        return state | {name: torch.zeros_like(g) for name in MAGNITUDE_STATE[group["magnitude"]]}
 
-    def begin(self, W: Tensor, G: Tensor, state: State, group: Group) -> None:
+    def on_first_step(self, W: Tensor, G: Tensor, state: State, group: Group) -> None:
         if not group["reparameterize"]:
             return
         if group["zero_rows"] == "error":
             check_no_zero_rows(W)
-        start_from(W, state)
+        reset_magnitudes(W, state)
 
     def prepare(self, W: Tensor, G: Tensor, state: State, group: Group) -> tuple[Tensor, ...]:
         M, beta = state["momentum_buffer"], group["momentum"]
@@ -185,32 +165,36 @@ class Muown(MatrixOptimizer):
         M.mul_(beta).add_(grad_R)
         return grad_R.add_(M, alpha=beta) if group["nesterov"] else M, grad_g
 
-    def apply(self, W: Tensor, O: Tensor, kept: Kept, state: State, group: Group, lr: Number, step: Number) -> None:  # noqa: E741
-        rate, decay = lr * self.scale(group, *W.shape), group["weight_decay"]
+    def apply(self, W: Tensor, O: Tensor, extras: Extras, state: State, group: Group, lr: Number, step: Number) -> None:  # noqa: E741
+        rate, decay = lr * self.get_lr_scale(group, *W.shape), group["weight_decay"]
         if not group["reparameterize"]:  # Muon
             W.mul_(1 - lr * decay)
-            subtract(W, O, rate, out=W)
+            subtract_scaled(W, O, rate, out=W)
             return
-        (grad_g,), g, r, floor = kept, state["magnitude"], state["row_norm"], state["magnitude_floor"]
-        V, norms = turn(W, O, g, r, rate, in_place=W.dtype == g.dtype and not decay)
+        (grad_g,), g, r, floor = extras, state["magnitude"], state["row_norm"], state["magnitude_floor"]
+        V, norms = step_directions(W, O, g, r, rate, in_place=W.dtype == g.dtype and not decay)
         to_R = r / g  # R = Diag(to_R) V
         r.copy_(torch.where(norms > 0, norms, r))  # a row of zeros stays one, as with zero_rows
 
-        move = MAGNITUDES[group["magnitude"]].update
-        lr_of_g = lr * group["magnitude_lr_scale"]
-        moved = move(g, grad_g, state, lr=lr_of_g, step=step, betas=group["betas"], eps=group["adam_eps"])
-        g.copy_(off_zero(moved, g, floor))
+        lr_of_g, betas, eps = lr * group["magnitude_lr_scale"], group["betas"], group["adam_eps"]
+        g_new = step_magnitudes(group["magnitude"], g, grad_g, state, lr=lr_of_g, step=step, betas=betas, eps=eps)
+        g.copy_(clamp_away_from_zero(g_new, g, floor))
         W_new = V.mul_((to_R * g / r).unsqueeze(-1))
         if group["row_norm_schedule"] is not None:
-            r.copy_(_scheduled(state["row_norm_start"], step, *group["row_norm_schedule"]))
+            r.copy_(_interpolate_row_norm(state["row_norm_start"], step, *group["row_norm_schedule"]))
         if decay:
-            W_new = _decay(W_new, W, g, floor, lr * decay)
+            W_new = _apply_weight_decay(W_new, W, g, floor, lr * decay)
         if W_new is not W:
             W.copy_(W_new)
 
 
+def create_magnitude_state(g: Tensor) -> State:
+    """Return the first g, r and floor of |g|, (m,), of a matrix whose rows have the norms g."""
+    return {"magnitude": g, "row_norm": g.clone(), "magnitude_floor": FLOOR * g}
+
+
 def check_no_zero_rows(W: Tensor) -> None:
-    """ValueError if weights that were loaded since construction have rows of zeros."""
+    """Raise ValueError if weights that were loaded since construction have rows of zeros."""
     if zeros := count_zero_rows(W):
         raise ValueError(
             f"{zeros} rows of a matrix of shape {tuple(W.shape)} have become zero since the optimizer was made, "
@@ -218,8 +202,8 @@ def check_no_zero_rows(W: Tensor) -> None:
         )
 
 
-def start_from(W: Tensor, state: State) -> None:
-    """g = r = ||W||_row, rows of zeros excepted: weights may have been loaded since construction."""
+def reset_magnitudes(W: Tensor, state: State) -> None:
+    """Set g = r = ||W||_row, except for rows of zeros, since weights may have been loaded after construction."""
     norms = row_norms(W)
     start = torch.where(norms > 0, norms, state["row_norm"])
     state["magnitude"].copy_(start)
@@ -229,13 +213,14 @@ def start_from(W: Tensor, state: State) -> None:
         state["row_norm_start"].copy_(start)
 
 
-def _scheduled(start: Tensor, step: Number, target: float, steps: int, power: float) -> Tensor:
-    """start + (target - start) min(1, (step - 1) / (steps - 1))^power, (m,); step counts from 1."""
+def _interpolate_row_norm(start: Tensor, step: Number, target: float, steps: int, power: float) -> Tensor:
+    """Return start + (target - start) min(1, (step - 1) / (steps - 1))^power, (m,); step counts from 1."""
     progress = torch.as_tensor((step - 1) / max(1, steps - 1), dtype=torch.float64).clamp(max=1)
     return start + (target - start) * progress**power
 
 
-def _checked_schedule(schedule: object) -> tuple[float, ...]:
+def _check_row_norm_schedule(schedule: object) -> tuple[float, ...]:
+    """Return the schedule as a tuple; raise ValueError if it is not (target, steps, power) with valid numbers."""
     target, steps, power = check_numbers("row_norm_schedule", schedule, 3)
     if not target > 0 or not power > 0 or steps != int(steps) or steps < 1:
         raise ValueError(
@@ -244,15 +229,9 @@ def _checked_schedule(schedule: object) -> tuple[float, ...]:
     return target, steps, power
 
 
-def off_zero(g: Tensor, g_old: Tensor, floor: Tensor) -> Tensor:
-    """g with |g| >= floor, its sign kept; exact zeros take the sign that g_old had. All (m,)."""
-    sign = torch.where(g == 0, g_old, g)
-    return torch.where(g.abs() < floor, floor.copysign(sign), g)
-
-
-def _decay(W_new: Tensor, W: Tensor, g: Tensor, floor: Tensor, rate: Number) -> Tensor:
-    """W_new - rate W, (m, n), but in rows that would fall below the floor; refreshes g (m,), sign kept."""
-    decayed = subtract(W_new, W, rate)
+def _apply_weight_decay(W_new: Tensor, W: Tensor, g: Tensor, floor: Tensor, rate: Number) -> Tensor:
+    """Return W_new - rate W, (m, n), except for rows that would fall below the floor; refresh g (m,), sign kept."""
+    decayed = subtract_scaled(W_new, W, rate)
     norms = row_norms(decayed)
     kept = norms >= floor
     g.copy_(torch.where(kept, norms.copysign(g), g))

@@ -1,4 +1,4 @@
-"""The sign version of Muown, for which the paper proves convergence (appendix "Deterministic Convergence",
+"""MuownSign: the version of Muown for which the paper proves convergence (appendix "Deterministic Convergence",
 Algorithm "Muown (signSGD version)").
 
     W, G (m, n)  weight, gradient      g, r (m,)  magnitudes, |g_i| = ||W_i||, and row norms of R
@@ -14,26 +14,34 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .core.base import Group, State
-from .core.matrix import Kept, MatrixOptimizer, Number, check_number, subtract
+from .core.base import Group, State, collect_defaults
+from .core.checks import check_number
+from .core.matrix import Extras, MatrixOptimizer, Number, subtract_scaled
 from .core.orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
-from .core.weight_norm import count_zero_rows, direction, recompose, row_norms, split_gradient
-from .muown import FLOOR, check_no_zero_rows, off_zero, start_from
+from .core.weight_norm import (
+    clamp_away_from_zero,
+    count_zero_rows,
+    direction_to_weight,
+    row_norms,
+    split_gradient,
+    weight_to_direction,
+)
+from .muown import check_no_zero_rows, create_magnitude_state, reset_magnitudes
 
 
 class MuownSign(MatrixOptimizer):
-    """Muown with sign updates of the magnitudes, as in the paper's theorems.
+    """Muown with sign steps of the magnitudes, as in the paper's theorems.
 
-    It differs from `Muown(magnitude="signum")` in that both momenta start as the first gradient (so that the first
-    step takes (1 + momentum) times it), in the lack of Nesterov momentum, in the exact polar factor, in that a step
-    of R has spectral norm lr whatever the shape, and in the step of g. The theorems have momentum 0 and both steps
-    sqrt(Delta / (L T)) without noise.
+    It differs from `Muown(magnitude="signum")`: both momenta start as the first gradient (so the first step takes
+    (1 + momentum) times it), there is no Nesterov momentum, the polar factor is exact, a step of R has spectral norm lr
+    whatever the shape, and g has a step size of its own. Without noise the theorems have momentum 0 and both step sizes
+    sqrt(Delta / (L T)).
 
     Args:
         params: 2-D parameters without rows of zeros, pairs of name and parameter, or groups of them. A group may
             have `blocks` (rows of the matrices of a fused parameter).
-        lr: eta, the step of R, a number or a tensor of one.
-        magnitude_lr: gamma, the step of g. Schedulers of torch change lr alone.
+        lr: eta, the step size of R, a number or a one-element tensor.
+        magnitude_lr: gamma, the step size of g. Schedulers of torch change lr alone.
         momentum: beta, in [0, 1).
 
     State: `momentum_buffer` (M, (m, n)) in the parameter's dtype; `magnitude` (g), `row_norm` (r), `magnitude_floor`
@@ -41,26 +49,24 @@ class MuownSign(MatrixOptimizer):
     from W once more at the first step, g is signed, and |g| stays at or above 1e-12 of its first value.
 
     Raises:
-        ValueError: naming the parameter or the option that cannot be.
+        ValueError: naming the invalid parameter or option.
     """
 
     def __init__(
         self, params: ParamsT, lr: float | Tensor = 1e-3, magnitude_lr: float = 1e-3, momentum: float = 0.95
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "magnitude_lr": magnitude_lr,
-            "momentum": momentum,
-            "weight_decay": 0.0,
-            "nesterov": False,
-            "adjust_lr_fn": None,
-            "orthogonalizer": "svd",
-            "ns_coefficients": NS_COEFFICIENTS,
-            "ns_steps": NS_STEPS,
-            "eps": NS_EPS,
-            "ns_dtype": None,
-            "blocks": None,
-        }
+        defaults = collect_defaults(
+            locals(),
+            weight_decay=0.0,
+            nesterov=False,
+            adjust_lr_fn=None,
+            orthogonalizer="svd",
+            ns_coefficients=NS_COEFFICIENTS,
+            ns_steps=NS_STEPS,
+            eps=NS_EPS,
+            ns_dtype=None,
+            blocks=None,
+        )
         super().__init__(params, defaults)
 
     def check_group(self, group: Group) -> None:
@@ -78,17 +84,12 @@ class MuownSign(MatrixOptimizer):
 
     def init_state(self, W: Tensor, group: Group) -> State:
         g = row_norms(W)
-        return {
-            "momentum_buffer": torch.zeros_like(W),
-            "magnitude": g,
-            "row_norm": g.clone(),
-            "magnitude_floor": FLOOR * g,
-            "magnitude_momentum": torch.zeros_like(g),
-        }
+        state = {"momentum_buffer": torch.zeros_like(W)} | create_magnitude_state(g)
+        return state | {"magnitude_momentum": torch.zeros_like(g)}
 
-    def begin(self, W: Tensor, G: Tensor, state: State, group: Group) -> None:
+    def on_first_step(self, W: Tensor, G: Tensor, state: State, group: Group) -> None:
         check_no_zero_rows(W)
-        start_from(W, state)
+        reset_magnitudes(W, state)
         grad_g, grad_R = split_gradient(W, G, state["magnitude"], state["row_norm"])
         state["momentum_buffer"].copy_(grad_R)
         state["magnitude_momentum"].copy_(grad_g)
@@ -97,13 +98,13 @@ class MuownSign(MatrixOptimizer):
         grad_g, grad_R = split_gradient(W, G, state["magnitude"], state["row_norm"])
         return state["momentum_buffer"].mul_(group["momentum"]).add_(grad_R), grad_g
 
-    def apply(self, W: Tensor, O: Tensor, kept: Kept, state: State, group: Group, lr: Number, step: Number) -> None:  # noqa: E741
-        (grad_g,), g, r, h = kept, state["magnitude"], state["row_norm"], state["magnitude_momentum"]
-        R = subtract(direction(W, g, r), O, lr * self.scale(group, *W.shape))
+    def apply(self, W: Tensor, O: Tensor, extras: Extras, state: State, group: Group, lr: Number, step: Number) -> None:  # noqa: E741
+        (grad_g,), g, r, h = extras, state["magnitude"], state["row_norm"], state["magnitude_momentum"]
+        R = subtract_scaled(weight_to_direction(W, g, r), O, lr * self.get_lr_scale(group, *W.shape))
         norms = row_norms(R)
         r.copy_(torch.where(norms > 0, norms, r))
 
         h.mul_(group["momentum"]).add_(grad_g)
-        moved = g - float(group["magnitude_lr"]) * h.sign()
-        g.copy_(off_zero(moved, g, state["magnitude_floor"]))
-        W.copy_(recompose(R, g, r))
+        g_new = g - float(group["magnitude_lr"]) * h.sign()
+        g.copy_(clamp_away_from_zero(g_new, g, state["magnitude_floor"]))
+        W.copy_(direction_to_weight(R, g, r))

@@ -1,13 +1,13 @@
 """NorMuon: Muon whose orthogonalised rows are brought to a common size (Li et al. 2025, "NorMuon: making Muon more
-efficient and scalable", arXiv 2510.05491, Algorithm 1), and NorMuown, which does so to Muown's direction.
+efficient and scalable", arXiv 2510.05491, Algorithm 1); and NorMuown, which does the same in Muown.
 
     O (m, n)  orthogonalised momentum     v (m,)  average of the mean square of O's rows
 
     v <- beta2 v + (1 - beta2) mean_j O_ij^2;   O^ = Diag(1 / sqrt(v)) O;   O <- O^ ||O||_F / ||O^||_F
 
 As in the authors' code (github.com/zichongli5/NorMuon) the Frobenius norm stays that of O; the paper sets it to
-0.2 sqrt(m n), which is the same with `match_rms_adamw` where O is exactly orthogonal. v starts at 0 and has no bias
-correction: it would cancel.
+0.2 sqrt(m n), which is the same with `match_rms_adamw` if O is exactly orthogonal. v starts at 0 without bias
+correction, which would cancel.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .core.base import Group, State
-from .core.matrix import Kept, MatrixOptimizer, Number, check_number
+from .core.base import Group, State, collect_defaults
+from .core.checks import check_number
+from .core.matrix import Extras, MatrixOptimizer, Number
 from .core.orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
 from .muon import Muon
 from .muown import Muown
 
-_EPS = 1e-10  # the authors'; keeps rows of zeros zero
+_EPS = 1e-10  # the authors' value; it keeps rows of zeros zero
 
 
 def equalize_rows(O: Tensor, v: Tensor, beta2: float) -> Tensor:  # noqa: E741
-    """O (m, n) with rows divided by the root of their mean square's average v (m,), which is updated in place.
+    """Average the mean square of each row of O (m, n) into v (m,), in place, and divide the row by its root.
 
     Returns:
-        (m, n) in O's dtype, of O's Frobenius norm; computed in v's dtype.
+        (m, n) in O's dtype, with O's Frobenius norm; computed in v's dtype.
     """
     X = O.to(v.dtype)
     v.lerp_(X.square().mean(-1), 1 - beta2)
@@ -39,8 +40,8 @@ def equalize_rows(O: Tensor, v: Tensor, beta2: float) -> Tensor:  # noqa: E741
     return equal.mul_(X.norm() / (equal.norm() + _EPS)).to(O.dtype)
 
 
-class _RowStatistics(MatrixOptimizer):
-    """Put before Muon or Muown: rows of O are equalised before it is applied."""
+class _RowEqualizer(MatrixOptimizer):
+    """Mixin before Muon or Muown: it equalises the rows of O before O is applied."""
 
     def check_group(self, group: Group) -> None:
         super().check_group(group)
@@ -50,21 +51,21 @@ class _RowStatistics(MatrixOptimizer):
         dtype = W.dtype if W.dtype == torch.float64 else torch.float32
         return super().init_state(W, group) | {"row_second_moment": W.new_zeros(W.shape[0], dtype=dtype)}
 
-    def apply(self, W: Tensor, O: Tensor, kept: Kept, state: State, group: Group, lr: Number, step: Number) -> None:  # noqa: E741
-        super().apply(W, equalize_rows(O, state["row_second_moment"], group["beta2"]), kept, state, group, lr, step)
+    def apply(self, W: Tensor, O: Tensor, extras: Extras, state: State, group: Group, lr: Number, step: Number) -> None:  # noqa: E741
+        super().apply(W, equalize_rows(O, state["row_second_moment"], group["beta2"]), extras, state, group, lr, step)
 
 
-class NorMuon(_RowStatistics, Muon):
-    """Muon with row statistics.
+class NorMuon(_RowEqualizer, Muon):
+    """Muon with rows of a common size.
 
     Args:
         params: 2-D parameters, pairs of name and parameter, or groups of them. A group may have `blocks`.
-        lr: learning rate, a number or a tensor of one (which on a GPU is waited for at each step).
+        lr: learning rate, a number or a one-element tensor (on a GPU the host waits for it in each step).
         weight_decay: decoupled: W <- (1 - lr weight_decay) W.
         momentum: decay of the average M <- momentum M + (1 - momentum) G, in [0, 1).
         beta2: decay of v, in [0, 1).
         nesterov: orthogonalise momentum M + (1 - momentum) G rather than M.
-        adjust_lr_fn: factor of lr: "match_rms_adamw": direction_scale sqrt(max(m, n)); "original" or None: the
+        adjust_lr_fn: the factor of lr: "match_rms_adamw" is direction_scale sqrt(max(m, n)), "original" or None is the
             authors' sqrt(max(1, m/n)).
         orthogonalizer, ns_coefficients, ns_steps, eps, ns_dtype, direction_scale: as in Muown.
 
@@ -72,7 +73,7 @@ class NorMuon(_RowStatistics, Muon):
     float64 parameters, float64.
 
     Raises:
-        ValueError: naming the parameter or the option that cannot be.
+        ValueError: naming the invalid parameter or option.
     """
 
     def __init__(
@@ -91,30 +92,14 @@ class NorMuon(_RowStatistics, Muon):
         ns_dtype: torch.dtype | str | None = None,
         direction_scale: float = 0.2,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "beta2": beta2,
-            "nesterov": nesterov,
-            "adjust_lr_fn": adjust_lr_fn,
-            "orthogonalizer": orthogonalizer,
-            "ns_coefficients": ns_coefficients,
-            "ns_steps": ns_steps,
-            "eps": eps,
-            "ns_dtype": ns_dtype,
-            "direction_scale": direction_scale,
-            "blocks": None,
-        }
-        MatrixOptimizer.__init__(self, params, defaults)  # not Muon's, whose defaults are others
+        MatrixOptimizer.__init__(self, params, collect_defaults(locals(), blocks=None))  # Muon has other arguments
 
 
-class NorMuown(_RowStatistics, Muown):
-    """Muown with NorMuon's row statistics on the direction O, as in the authors' github.com/kcc-lion/muown.
+class NorMuown(_RowEqualizer, Muown):
+    """Muown with NorMuon's equal rows of the direction O, as in the authors' github.com/kcc-lion/muown.
 
-    That code scales by 0.2 sqrt(max(1, m/n)) unless told otherwise; here, as in its authors' entry to the Track 3
-    benchmark, the default is Muown's 0.2 sqrt(max(m, n)). (The entry takes the statistics of a wide matrix over
-    columns; not so here.)
+    By default that code scales by 0.2 sqrt(max(1, m/n)); here, as in its authors' entry to the Track 3 benchmark, the
+    default is Muown's 0.2 sqrt(max(m, n)). (Unlike here, the entry equalises the columns of a wide matrix.)
 
     Arguments, options of groups and state are Muown's, besides `beta2` and `row_second_moment`, which are NorMuon's.
     """
@@ -141,26 +126,5 @@ class NorMuown(_RowStatistics, Muown):
         row_norm_schedule: tuple[float, int, float] | None = None,
         magnitude_lr_scale: float = 1.0,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "beta2": beta2,
-            "nesterov": nesterov,
-            "betas": betas,
-            "adam_eps": adam_eps,
-            "magnitude": magnitude,
-            "orthogonalizer": orthogonalizer,
-            "ns_coefficients": ns_coefficients,
-            "ns_steps": ns_steps,
-            "eps": eps,
-            "ns_dtype": ns_dtype,
-            "adjust_lr_fn": adjust_lr_fn,
-            "direction_scale": direction_scale,
-            "zero_rows": zero_rows,
-            "row_norm_schedule": row_norm_schedule,
-            "magnitude_lr_scale": magnitude_lr_scale,
-            "reparameterize": True,
-            "blocks": None,
-        }
-        MatrixOptimizer.__init__(self, params, defaults)  # not Muown's, whose defaults lack beta2
+        defaults = collect_defaults(locals(), reparameterize=True, blocks=None)
+        MatrixOptimizer.__init__(self, params, defaults)  # Muown's constructor lacks beta2

@@ -1,20 +1,21 @@
-"""Spread an optimizer's work over ranks: each updates the parameters that it owns and receives the others.
+"""Sharding of an optimizer's work over ranks: each rank moves the parameters that it owns and receives the others.
 
-`shard(optimizer)` changes no update rule and has no step of its own. Around the optimizer's step, in hooks, the
-gradients of parameters that others own are put aside, so that they are skipped and never get state; then every owner's
-parameters are sent to all. It serves every optimizer that moves each parameter by its own gradient alone.
+`shard(optimizer)` changes no algorithm and has no step of its own. Hooks around the optimizer's step hide the gradients
+of parameters that other ranks own, so that the optimizer passes them over and never creates state for them; then every
+owner broadcasts its parameters. This serves every optimizer that moves each parameter by its own gradient alone.
 
-Every owner's parameters lie in one flat buffer for each part of a `Combined`, dtype and device; `p.data` is a view into
-it. So a step sends one message per owner and part, in place, without copies, and the matrices travel while the part
-after them still works. Gradients must be the same on all ranks, as DistributedDataParallel leaves them.
+The parameters of one owner lie in one flat buffer for each part of a `Combined`, dtype and device; `p.data` is a view
+into it. A step therefore sends one message per owner and part, in place, without copies, and the matrices travel while
+the next part still works. Gradients must be the same on all ranks, as DistributedDataParallel leaves them.
 
-Results are those of the unsharded optimizer. Bit for bit where a parameter's update does not depend on what it is
-computed together with: elementwise optimizers, exact SVD, an orthogonalizer that takes matrices one by one, SOAP,
-torch.optim.Muon. To rounding where matrices are multiplied in batches, since a rank's batches are smaller: on CPUs
-batched Newton-Schulz was bit-equal too for all shapes tried on one thread, on two threads 1e-15 away for one of them.
+Results are those of the unsharded optimizer. They are equal bit for bit where a parameter's step does not depend on
+what it is computed together with: elementwise optimizers, exact SVD, an orthogonalizer that takes matrices one by one,
+SOAP, torch.optim.Muon. They are equal to rounding where matrices are multiplied in batches, since a rank's batches are
+smaller: on CPUs batched Newton-Schulz was bit-equal too for all shapes tried on one thread, and on two threads 1e-15
+away for one of them.
 
-Only W travels. Run with gloo on CPUs. The same calls are meant for NCCL, whose `wait` holds up the device's stream and
-not the host; neither NCCL nor a GPU has been tried.
+Only W travels. This has been run with gloo on CPUs. The same calls are meant for NCCL, whose `wait` blocks the device's
+stream and not the host; neither NCCL nor a GPU has been tried.
 """
 
 from __future__ import annotations
@@ -32,110 +33,112 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .combined import Combined
+from .core.base import Group, describe_parameter
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
-Group = dict[str, Any]
 
-# An estimate: elementwise work moves about 7 times a parameter's bytes (of W, the gradient and two moments), and in the
+# An estimate: elementwise work moves about 7 times a parameter's bytes (W, the gradient and two moments), and in the
 # time of one byte a device does some 100 FLOP of bfloat16 products, fewer on CPUs, more on GPUs.
 FLOPS_PER_BYTE = 700
-ALIGNMENT = 128  # bytes between the starts of parameters, what vector units and GPU caches like
+ALIGNMENT = 128  # the starts of parameters are multiples of this many bytes, for vector units and GPU caches
 
 
 class Assignment(NamedTuple):
-    """Who updates what: the owner of each parameter, a rank in the group, and the load of each rank in FLOP."""
+    """The owner of each parameter, as a rank in the process group, and the load of each rank in FLOP."""
 
     owners: dict[Tensor, int]
     loads: tuple[int, ...]
 
     @property
     def balance(self) -> float:
-        """Largest over mean load; 1 is best."""
+        """The largest load divided by the mean load; 1 is best."""
         return max(self.loads) * len(self.loads) / max(sum(self.loads), 1)
 
 
 def shard(optimizer: OptimizerT, process_group: dist.ProcessGroup | None = None) -> OptimizerT:
-    """Spread the optimizer's work over the ranks of a group; a collective call, and so is each step after it.
+    """Spread the optimizer's work over the ranks of a group; this is a collective call, and so is each step after it.
 
     Call it before torch.compile, DistributedDataParallel and CUDA graphs see the model: `p.data` of every parameter
-    becomes a view into a flat buffer, and all ranks start from rank 0's values. Step pre-hooks of your own that look at
-    gradients are to be registered before this call, post-hooks that look at parameters after it.
+    becomes a view into a flat buffer, and all ranks start from rank 0's values. Register your own step pre-hooks that
+    look at gradients before this call, and post-hooks that look at parameters after it.
 
-    `state` and `state_dict()` hold what this rank owns and need no communication; the union of all ranks' `state` is
-    the whole. `load_state_dict` takes the union, of any number of ranks, and picks what this rank owns.
+    `state` and `state_dict()` hold what this rank owns and need no communication; the union of `state` over all ranks
+    is the whole. `load_state_dict` takes the union, of any number of ranks, and picks what this rank owns.
 
     Args:
-        optimizer: any torch optimizer or `Combined` but LBFGS, with the same parameters on all ranks.
-        process_group: the default group if None.
+        optimizer: any torch optimizer except LBFGS, or a `Combined`, with the same parameters on all ranks.
+        process_group: None for the default group.
 
     Returns:
         The optimizer that was given.
 
     Raises:
-        ValueError: no process group, an optimizer that is sharded already, that cannot be, or that differs between
-            ranks, parameters that share memory. Later, from `step`: a parameter whose memory was replaced; from
-            `add_param_group`, copies and pickling: always.
+        ValueError: without a process group; for an optimizer that is sharded already, that cannot be sharded, or that
+            differs between ranks; for parameters that share memory. Later `step` raises it for a parameter whose memory
+            was replaced, and `add_param_group`, copying and pickling always do.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("shard needs a process group: call torch.distributed.init_process_group first")
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     if rank < 0:
         raise ValueError("this process is not in the process_group given to shard")
-    parts = list(_parts(optimizer))
-    _check(optimizer, parts)
-    owners = assign(optimizer, size).owners
-    _check_alike(parts, owners, process_group)
+    parts = list(_iterate_parts(optimizer))
+    _check_shardable(optimizer, parts)
+    owners = assign_owners(optimizer, size).owners
+    _check_equal_on_all_ranks(parts, owners, process_group)
     sharding = _Sharding(parts, owners, rank, process_group)
     for part in parts:
-        for p in _parameters(part):
+        for p in _iterate_parameters(part):
             if owners[p] != rank:
                 part.state.pop(p, None)
-        part.register_step_pre_hook(sharding.before_part)
-        part.register_step_post_hook(sharding.after_part)
-        part.register_load_state_dict_pre_hook(sharding.only_owned)
+        part.register_step_pre_hook(sharding.before_part_step)
+        part.register_step_post_hook(sharding.after_part_step)
+        part.register_load_state_dict_pre_hook(sharding.drop_foreign_state)
     if isinstance(optimizer, Combined):
-        optimizer.register_step_pre_hook(sharding.before_all)
-        optimizer.register_step_post_hook(sharding.after_all)
+        optimizer.register_step_pre_hook(sharding.before_combined_step)
+        optimizer.register_step_post_hook(sharding.after_combined_step)
     for each in {optimizer, *parts}:
         vars(each).update(
             _sharding=sharding,
-            add_param_group=_refuse("a sharded optimizer takes no further parameters: add them before shard()"),
-            __reduce_ex__=_refuse("a sharded optimizer cannot be copied or pickled: use its state_dict()"),
+            add_param_group=_create_refusal("a sharded optimizer takes no further parameters: add them before shard()"),
+            __reduce_ex__=_create_refusal("a sharded optimizer cannot be copied or pickled: use its state_dict()"),
         )
     return optimizer
 
 
-def assign(optimizer: Optimizer, size: int) -> Assignment:
-    """The assignment that `shard` makes for this number of ranks; needs no process group, nor data (meta device).
+def assign_owners(optimizer: Optimizer, size: int) -> Assignment:
+    """Return the assignment that `shard` makes for this number of ranks.
+
+    This needs neither a process group nor data: parameters may be on the meta device.
 
     Args:
         size: number of ranks, at least 1.
     """
-    costs = {p: update_cost(p, group) for _, p, group in _named(optimizer)}
-    owner_of = balanced(list(costs.values()), size)
+    costs = {p: estimate_step_cost(p, group) for _, p, group in _iterate_named(optimizer)}
+    ranks = balance_costs(list(costs.values()), size)
     loads = [0] * size
-    for owner, cost in zip(owner_of, costs.values(), strict=True):
-        loads[owner] += cost
-    return Assignment(dict(zip(costs, owner_of, strict=True)), tuple(loads))
+    for rank, cost in zip(ranks, costs.values(), strict=True):
+        loads[rank] += cost
+    return Assignment(dict(zip(costs, ranks, strict=True)), tuple(loads))
 
 
-def update_cost(p: Tensor, group: Group) -> int:
-    """What an update of p costs, in FLOP: products of matrices, by the group's options, and a price for its bytes."""
+def estimate_step_cost(p: Tensor, group: Group) -> int:
+    """Return the cost of a step of p in FLOP: matrix products, by the group's options, and a price for its bytes."""
     cost: int = FLOPS_PER_BYTE * p.numel() * p.element_size()
     if p.ndim != 2:
         return cost
     blocks = [(rows, p.shape[1]) for rows in group.get("blocks") or (p.shape[0],)]
-    if "ns_steps" in group:  # orthogonalises: of our own and torch.optim.Muon
+    if "ns_steps" in group:  # an optimizer that orthogonalises: ours and torch.optim.Muon
         cost += group["ns_steps"] * sum(4 * min(b) ** 2 * max(b) + 2 * min(b) ** 3 for b in blocks)
     if "precondition_frequency" in group:  # SOAP
         sides = [(k, other) for m, n in blocks for k, other in ((m, n), (n, m)) if k <= group["max_precondition_dim"]]
-        # into and out of the basis and the average of G G^T; at times k^3 for a product and a QR decomposition
+        # rotations into and out of the basis and the average of G G^T; now and then k^3 for a product and a QR
         cost += sum(6 * k**2 * other + 8 * k**3 // group["precondition_frequency"] for k, other in sides)
     return cost
 
 
-def balanced(costs: Sequence[int], size: int) -> list[int]:
-    """An owner in range(size) for each cost: the largest first, always to the least loaded (Graham 1969)."""
+def balance_costs(costs: Sequence[int], size: int) -> list[int]:
+    """Give each cost to a rank in range(size): the largest first, always to the least loaded rank (Graham 1969)."""
     owners = [0] * len(costs)
     loads = [(0, rank) for rank in range(size)]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -145,8 +148,8 @@ def balanced(costs: Sequence[int], size: int) -> list[int]:
     return owners
 
 
-class _Region(NamedTuple):
-    """The parameters that one rank owns, in one buffer (N,)."""
+class _FlatBuffer(NamedTuple):
+    """The parameters of one owner, dtype and device in one buffer (N,)."""
 
     flat: Tensor
     owner: int
@@ -159,82 +162,82 @@ class _Sharding:
         self, parts: list[Optimizer], owners: dict[Tensor, int], rank: int, process_group: dist.ProcessGroup | None
     ) -> None:
         self.owners, self.rank, self.process_group = owners, rank, process_group
-        self.regions = {part: _make_regions(part, owners) for part in parts}
-        self.places = {p: p.data_ptr() for p in owners}
-        self.aside: list[tuple[Tensor, Tensor | None]] = []
-        self.sent: list[dist.Work] = []
-        self.waits_for_all = False  # inside the step of a Combined
-        for region in chain.from_iterable(self.regions.values()):
-            dist.broadcast(region.flat, group=process_group, group_src=0)
+        self.buffers = {part: _flatten_parameters(part, owners) for part in parts}
+        self.data_ptrs = {p: p.data_ptr() for p in owners}
+        self.hidden: list[tuple[Tensor, Tensor | None]] = []
+        self.pending: list[dist.Work] = []  # broadcasts on their way
+        self.waits_at_end = False  # true during the step of a Combined
+        for buffer in chain.from_iterable(self.buffers.values()):
+            dist.broadcast(buffer.flat, group=process_group, group_src=0)
 
-    def before_all(self, combined: Optimizer, args: Any, kwargs: Any) -> None:
-        """A Combined's step begins: its parts send, and it waits for all at its end."""
-        self.waits_for_all = True
+    def before_combined_step(self, combined: Optimizer, args: Any, kwargs: Any) -> None:
+        """Let the parts of a Combined send without waiting; the Combined waits for all of them at its end."""
+        self.waits_at_end = True
 
-    def before_part(self, part: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Leave the optimizer the gradients of what this rank owns, after its closure if it has one."""
-        for name, p, _ in _named(part):
-            if p.data_ptr() != self.places[p]:
+    def before_part_step(self, part: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Leave only the gradients of what this rank owns, after the closure has run if there is one."""
+        for name, p, _ in _iterate_named(part):
+            if p.data_ptr() != self.data_ptrs[p]:
                 raise ValueError(
-                    f"parameter {name} is no longer where shard() put it, so that others would not receive it: "
+                    f"{name} is no longer where shard() put it, so that others would not receive it: "
                     "move or convert the model before shard(), and load weights by copying into them"
                 )
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self.put_aside(part)
+            self.hide_foreign_gradients(part)
             return None
 
         def evaluate() -> Any:
             loss = closure()
-            self.put_aside(part)
+            self.hide_foreign_gradients(part)
             return loss
 
         return (args[0], evaluate, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
 
-    def put_aside(self, part: Optimizer) -> None:
-        """Hide the gradients of parameters that others own."""
-        self.aside = [(p, p.grad) for p in _parameters(part) if self.owners[p] != self.rank]
-        for p, _ in self.aside:
+    def hide_foreign_gradients(self, part: Optimizer) -> None:
+        """Take away the gradients of parameters that other ranks own."""
+        self.hidden = [(p, p.grad) for p in _iterate_parameters(part) if self.owners[p] != self.rank]
+        for p, _ in self.hidden:
             p.grad = None
 
-    def after_part(self, part: Optimizer, args: Any, kwargs: Any) -> None:
-        """Put gradients back and send what was updated."""
-        for p, grad in self.aside:
+    def after_part_step(self, part: Optimizer, args: Any, kwargs: Any) -> None:
+        """Put the gradients back and start sending the parameters."""
+        for p, grad in self.hidden:
             p.grad = grad
-        self.aside = []
-        self.sent += [
-            dist.broadcast(region.flat, group=self.process_group, group_src=region.owner, async_op=True)
-            for region in self.regions[part]
+        self.hidden = []
+        self.pending += [
+            dist.broadcast(buffer.flat, group=self.process_group, group_src=buffer.owner, async_op=True)
+            for buffer in self.buffers[part]
         ]
-        if not self.waits_for_all:
+        if not self.waits_at_end:
             self.wait()
 
-    def after_all(self, combined: Optimizer, args: Any, kwargs: Any) -> None:
-        """A Combined's step ends."""
-        self.waits_for_all = False
+    def after_combined_step(self, combined: Optimizer, args: Any, kwargs: Any) -> None:
+        """Wait for what the parts of a Combined have sent."""
+        self.waits_at_end = False
         self.wait()
 
     def wait(self) -> None:
-        """Until everything has arrived; over NCCL the device's stream waits, not the host."""
-        for work in self.sent:
+        """Wait until everything has arrived; over NCCL the device's stream waits, not the host."""
+        for work in self.pending:
             work.wait()
-        self.sent = []
+        self.pending = []
 
-    def only_owned(self, part: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A state dict without the state of what others own."""
+    def drop_foreign_state(self, part: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict without the state of parameters that other ranks own."""
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        # where groups do not fit this one the optimizer says so, after this
-        others = {i for i, p in zip(ids, _parameters(part), strict=False) if self.owners[p] != self.rank}
-        return state_dict | {"state": {i: state for i, state in state_dict["state"].items() if i not in others}}
+        # zip is not strict: if the saved groups do not fit, the optimizer says so after this hook
+        foreign = {i for i, p in zip(ids, _iterate_parameters(part), strict=False) if self.owners[p] != self.rank}
+        return state_dict | {"state": {i: state for i, state in state_dict["state"].items() if i not in foreign}}
 
 
 @torch.no_grad()
-def _make_regions(part: Optimizer, owners: dict[Tensor, int]) -> list[_Region]:
+def _flatten_parameters(part: Optimizer, owners: dict[Tensor, int]) -> list[_FlatBuffer]:
     """Move the part's parameters into flat buffers, in an order that is the same on all ranks."""
     members: defaultdict[tuple[int, torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-    for p in _parameters(part):
+    for p in _iterate_parameters(part):
         members[owners[p], p.dtype, p.device].append(p)
-    regions = []
+    buffers = []
     for (owner, dtype, device), parameters in members.items():
         step = ALIGNMENT // dtype.itemsize
         starts = [0]
@@ -242,14 +245,14 @@ def _make_regions(part: Optimizer, owners: dict[Tensor, int]) -> list[_Region]:
             starts.append(starts[-1] + -(-p.numel() // step) * step)
         flat = torch.zeros(starts.pop(), dtype=dtype, device=device)
         for p, start in zip(parameters, starts, strict=True):
-            strides = torch.empty_like(p, device="meta").stride()  # p's own if it is dense
+            strides = torch.empty_like(p, device="meta").stride()  # p's own strides if it is dense
             view = flat.as_strided(p.shape, strides, start)
             p.data = view.copy_(p)
-        regions.append(_Region(flat, owner))
-    return regions
+        buffers.append(_FlatBuffer(flat, owner))
+    return buffers
 
 
-def _check(optimizer: Optimizer, parts: list[Optimizer]) -> None:
+def _check_shardable(optimizer: Optimizer, parts: list[Optimizer]) -> None:
     """Raise ValueError if this optimizer cannot be sharded."""
     if any("_sharding" in vars(each) for each in (optimizer, *parts)):
         raise ValueError("the optimizer is sharded already: shard() is called once")
@@ -257,20 +260,22 @@ def _check(optimizer: Optimizer, parts: list[Optimizer]) -> None:
         if isinstance(part, torch.optim.LBFGS):
             raise ValueError("LBFGS moves all parameters together and cannot be sharded; other optimizers can")
     spans = []
-    for name, p, _ in chain.from_iterable(map(_named, parts)):
+    for name, p, _ in chain.from_iterable(map(_iterate_named, parts)):
         if type(p.detach()) is not Tensor:
-            raise ValueError(f"parameter {name} must be a plain tensor, got {type(p.detach()).__name__}")
+            raise ValueError(f"{name} must be a plain tensor, got {type(p.detach()).__name__}")
         if p.numel():
             spans.append((str(p.device), p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name))
     for (device, _, end, name), (other_device, start, _, other) in pairwise(sorted(spans)):
         if device == other_device and start < end:
-            raise ValueError(f"parameters {name} and {other} share memory: make them one parameter, used twice")
+            raise ValueError(f"{name} and {other} share memory: make them one parameter, used twice")
 
 
-def _check_alike(parts: list[Optimizer], owners: dict[Tensor, int], process_group: dist.ProcessGroup | None) -> None:
+def _check_equal_on_all_ranks(
+    parts: list[Optimizer], owners: dict[Tensor, int], process_group: dist.ProcessGroup | None
+) -> None:
     """Raise ValueError, on every rank, unless all have the same parameters and the same assignment."""
     described = [
-        [(tuple(p.shape), p.dtype, p.device.type, owners[p]) for p in group["params"]] + sorted(_options(group))
+        [(tuple(p.shape), p.dtype, p.device.type, owners[p]) for p in group["params"]] + sorted(_list_options(group))
         for part in parts
         for group in part.param_groups
     ]
@@ -281,35 +286,39 @@ def _check_alike(parts: list[Optimizer], owners: dict[Tensor, int], process_grou
             raise ValueError(f"rank {rank} has other parameters or options in its optimizer than rank 0")
 
 
-def _options(group: Group) -> Iterator[tuple[str, str]]:
-    """Options of a group as text that is the same on all ranks; of functions, which have addresses, the name."""
+def _list_options(group: Group) -> Iterator[tuple[str, str]]:
+    """Yield the options of a group as text that is the same on all ranks.
+
+    A function is described by its name, since its repr has an address.
+    """
     for key, value in group.items():
         if key != "params":
             yield key, getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
 
 
-def _parts(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """The optimizers that have a step of their own."""
+def _iterate_parts(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Yield the optimizers that have a step of their own."""
     if isinstance(optimizer, Combined):
         for part in optimizer.optimizers:
-            yield from _parts(part)
+            yield from _iterate_parts(part)
     else:
         yield optimizer
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+def _iterate_parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def _named(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Group]]:
-    """(how messages call it, parameter, its group), in order."""
+def _iterate_named(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Group]]:
+    """Yield what messages call a parameter, the parameter and its group, in order."""
     for j, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
-            names = group.get("param_names")
-            yield repr(names[i]) if names else f"{i} of group {j}, of shape {tuple(p.shape)},", p, group
+            yield describe_parameter(group, i, j), p, group
 
 
-def _refuse(message: str) -> Callable[..., NoReturn]:
+def _create_refusal(message: str) -> Callable[..., NoReturn]:
+    """Return a function that takes any arguments and raises ValueError with the message."""
+
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(message)
 

@@ -4,9 +4,10 @@ Shampoo using Adam", Algorithm 3).
     W, G (m, n)  weight, gradient      L, R (m, m), (n, n)  averages of G G^T and G^T G      A  a block of W's rows
     M, V (m, n)  Adam's averages of the rotated gradient Q_L^T G Q_R     Q_L, Q_R  approximate eigenvectors of L, R
 
-As in the authors' code rather than the paper: the first gradient only initialises L, R and their eigenvectors and
-does not move W, so that no gradient is used in a basis made of it; L and R are averaged with betas[1]; weight decay
-comes after the step. M is kept rotated and is rotated over when the basis changes; V is only reordered.
+Where the authors' code differs from the paper, this follows the code: the first gradient only initialises L, R and
+their eigenvectors and does not move W, so that no gradient is used in a basis made from it; L and R are averaged with
+betas[1]; weight decay comes after the step. M is kept rotated and is rotated again when the basis changes; V is only
+reordered.
 """
 
 from __future__ import annotations
@@ -18,39 +19,39 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .core.base import EagerOptimizer, Group, State
-from .core.matrix import check_blocks, check_number, check_numbers, is_sequence, is_whole
+from .core.base import BaseOptimizer, Group, State, collect_defaults
+from .core.checks import check_blocks, check_bool, check_number, check_numbers, is_sequence, is_whole_number
 
 
 class _Side(NamedTuple):
-    """One preconditioned side of a matrix: of its rows (axis 0) or columns (axis 1)."""
+    """One preconditioned side of a matrix, that of its rows (axis 0) or of its columns (axis 1)."""
 
     axis: int
     gram: Tensor  # (k, k), L or R
-    basis: Tensor  # (k, k), eigenvectors of gram in columns, largest eigenvalue first
+    basis: Tensor  # (k, k), the eigenvectors of gram in its columns, largest eigenvalue first
 
 
-class SOAP(EagerOptimizer):
+class SOAP(BaseOptimizer):
     """SOAP for matrices, Adam for everything else.
 
     Args:
         params: parameters of any shape, pairs of name and parameter, or groups of them. A group of matrices may have
             `blocks`, the rows of each matrix of a fused parameter, each preconditioned on its own.
-        lr: learning rate, a number or a tensor of one (which on a GPU is waited for at each step).
-        betas: of M, and of V, L and R.
+        lr: learning rate, a number or a one-element tensor (on a GPU the host waits for it in each step).
+        betas: the decay of M, and that of V, L and R.
         eps: added to sqrt(V).
         weight_decay: decoupled: W <- (1 - lr weight_decay) W, after the step.
         precondition_frequency: steps between two refinements of the eigenvectors, each one power iteration and a QR
             decomposition.
         max_precondition_dim: a side that is longer is not preconditioned; a matrix with two such sides takes Adam.
-        correct_bias: of M and V, as Adam does.
+        correct_bias: whether to correct the bias of M and V, as Adam does.
 
     State, in float32 or, for float64 parameters, float64: `exp_avg` (M) and `exp_avg_sq` (V) in the shape of the
-    parameter; `left_i`, `left_basis_i` (m, m) and `right_i`, `right_basis_i` (n, n) of block i, which an unfused
-    matrix has only one of; `step`, the number of gradients seen, one more than that of updates.
+    parameter; `left_i`, `left_basis_i` (m, m) and `right_i`, `right_basis_i` (n, n) of block i, of which an unfused
+    matrix has only one; `step`, the number of gradients seen, one more than the number of times W has moved.
 
     Raises:
-        ValueError: naming the parameter or the option that cannot be.
+        ValueError: naming the invalid parameter or option.
     """
 
     def __init__(
@@ -64,28 +65,16 @@ class SOAP(EagerOptimizer):
         max_precondition_dim: int = 10000,
         correct_bias: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "precondition_frequency": precondition_frequency,
-            "max_precondition_dim": max_precondition_dim,
-            "correct_bias": correct_bias,
-            "blocks": None,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, collect_defaults(locals(), blocks=None))
 
     def check_group(self, group: Group) -> None:
-        check_number("lr", group["lr"])
-        check_number("weight_decay", group["weight_decay"])
+        super().check_group(group)
         check_number("eps", group["eps"], positive=True)
         group["betas"] = check_numbers("betas", group["betas"], 2, below=1.0)
         for key, least in (("precondition_frequency", 1), ("max_precondition_dim", 0)):
-            if not is_whole(group[key]) or group[key] < least:
+            if not is_whole_number(group[key]) or group[key] < least:
                 raise ValueError(f"{key} must be a whole number of at least {least}, got {group[key]!r}")
-        if not isinstance(group["correct_bias"], bool):
-            raise ValueError(f"correct_bias must be true or false, got {group['correct_bias']!r}")
+        check_bool("correct_bias", group["correct_bias"])
         if is_sequence(group["blocks"]):
             group["blocks"] = tuple(group["blocks"])
 
@@ -99,23 +88,23 @@ class SOAP(EagerOptimizer):
         dtype = W.dtype if W.dtype == torch.float64 else torch.float32
         state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
         state |= {key: torch.zeros_like(W, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
-        for i, A in enumerate(_split(W, group)):
+        for i, A in enumerate(_split_blocks(W, group)):
             for side, size in zip(("left", "right"), A.shape, strict=False):
                 if A.ndim == 2 and size <= group["max_precondition_dim"]:
                     state[f"{side}_{i}"] = W.new_zeros(size, size, dtype=dtype)
                     state[f"{side}_basis_{i}"] = torch.eye(size, dtype=dtype, device=W.device)
         return state
 
-    def update_group(self, params: list[Tensor], grads: list[Tensor], states: list[State], group: Group) -> None:
+    def step_group(self, params: list[Tensor], grads: list[Tensor], states: list[State], group: Group) -> None:
         for W, grad, state in zip(params, grads, states, strict=True):
             state["step"] += 1
-            parts = (_split(X, group) for X in (W, grad, state["exp_avg"], state["exp_avg_sq"]))
+            parts = (_split_blocks(X, group) for X in (W, grad, state["exp_avg"], state["exp_avg_sq"]))
             for i, (A, G, M, V) in enumerate(zip(*parts, strict=True)):
-                _update(A, G.to(M.dtype), M, V, _sides(state, i), int(state["step"]) - 1, group)
+                _step_block(A, G.to(M.dtype), M, V, _get_sides(state, i), int(state["step"]) - 1, group)
 
 
-def _update(W: Tensor, G: Tensor, M: Tensor, V: Tensor, sides: list[_Side], step: int, group: Group) -> None:
-    """Update `step` of one matrix W (m, n), or of one parameter of another shape; 0 only initialises."""
+def _step_block(W: Tensor, G: Tensor, M: Tensor, V: Tensor, sides: list[_Side], step: int, group: Group) -> None:
+    """Take step number `step` with a matrix W (m, n) or a parameter of another shape; number 0 only initialises."""
     beta1, beta2 = group["betas"]
     if step > 0:
         lr = float(group["lr"])
@@ -131,27 +120,27 @@ def _update(W: Tensor, G: Tensor, M: Tensor, V: Tensor, sides: list[_Side], step
         side.gram.lerp_(G @ G.mT if side.axis == 0 else G.mT @ G, 1 - beta2)
     if step == 0:
         for side in sides:
-            side.basis.copy_(_eigenvectors(side.gram))
+            side.basis.copy_(_compute_eigenvectors(side.gram))
     elif step % group["precondition_frequency"] == 0:
         _refine(M, V, sides)
 
 
 def _refine(M: Tensor, V: Tensor, sides: list[_Side]) -> None:
-    """Bring the eigenvectors up to date by one step of orthogonal iteration, and M and V into the new basis."""
+    """Refine the eigenvectors by one step of orthogonal iteration, and bring M and V into the new basis."""
     M_back = _rotate_back(M, sides)
     for side in sides:
         turned = side.gram @ side.basis
-        order = (side.basis * turned).sum(0).argsort(descending=True)  # by the estimated eigenvalues
+        order = (side.basis * turned).sum(0).argsort(descending=True)  # of the estimated eigenvalues
         side.basis.copy_(torch.linalg.qr(turned[:, order]).Q)
         V.copy_(V.index_select(side.axis, order))
     M.copy_(_rotate(M_back, sides))
 
 
-def _eigenvectors(gram: Tensor) -> Tensor:
-    """Eigenvectors of gram (k, k), symmetric, in columns, largest eigenvalue first."""
+def _compute_eigenvectors(gram: Tensor) -> Tensor:
+    """Return the eigenvectors of gram (k, k), symmetric, in columns, largest eigenvalue first."""
     try:
         vectors: Tensor = torch.linalg.eigh(gram).eigenvectors
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # float32 at times does not converge where float64 does
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # float64 can converge where float32 does not
         vectors = torch.linalg.eigh(gram.double()).eigenvectors.to(gram.dtype)
     return vectors.flip(-1)
 
@@ -168,11 +157,11 @@ def _rotate_back(X: Tensor, sides: list[_Side]) -> Tensor:
     return X
 
 
-def _sides(state: State, i: int) -> list[_Side]:
+def _get_sides(state: State, i: int) -> list[_Side]:
     names = [(axis, f"{side}_{i}", f"{side}_basis_{i}") for axis, side in enumerate(("left", "right"))]
     return [_Side(axis, state[gram], state[basis]) for axis, gram, basis in names if gram in state]
 
 
-def _split(X: Tensor, group: Group) -> tuple[Tensor, ...]:
-    """The matrices of a fused parameter, or the parameter itself."""
+def _split_blocks(X: Tensor, group: Group) -> tuple[Tensor, ...]:
+    """Return the matrices of a fused parameter, or the parameter itself."""
     return X.split(group["blocks"]) if group["blocks"] else (X,)

@@ -148,4 +148,4 @@ def test_an_experiment_has_the_records_settings(optim, scale):
     for group in matrices.param_groups:
         assert group["lr"] == 0.01 and (group["weight_decay"], group["momentum"], group["nesterov"]) == (0, 0.95, True)
         longest = [128, 128, 128] if group["blocks"] else [128, 512, 512]
-        assert matrices.scales(group) == pytest.approx([scale * math.sqrt(side) for side in longest])
+        assert matrices.get_lr_scales(group) == pytest.approx([scale * math.sqrt(side) for side in longest])

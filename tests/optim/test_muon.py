@@ -95,14 +95,14 @@ def test_state_dict_of_torchs_muon_loads():
 def test_scales():
     p = torch.nn.Parameter(torch.randn(12, 4))
     optimizer = Muon([{"params": [p], "blocks": (4, 8)}])
-    assert optimizer.scales(optimizer.param_groups[0]) == [1.0, math.sqrt(2)]
+    assert optimizer.get_lr_scales(optimizer.param_groups[0]) == [1.0, math.sqrt(2)]
 
 
 @pytest.mark.parametrize("kind", [Muon, NorMuon])
 def test_a_direction_scale_is_a_factor_of_the_learning_rate(kind):
     p, q = pair(4, 6)
     scaled = kind([p], lr=0.01, weight_decay=0.0, adjust_lr_fn="match_rms_adamw", direction_scale=1.0)
-    assert scaled.scales(scaled.param_groups[0]) == [math.sqrt(6)]
+    assert scaled.get_lr_scales(scaled.param_groups[0]) == [math.sqrt(6)]
     step_both([p], [q], [scaled, kind([q], lr=0.05, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")])
     torch.testing.assert_close(p, q)
     with pytest.raises(ValueError, match=r"direction_scale.*0"):

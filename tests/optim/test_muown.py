@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muown_train.optim import Muown
-from muown_train.optim.muown import FLOOR, off_zero
+from muown_train.optim.core.weight_norm import clamp_away_from_zero
+from muown_train.optim.muown import FLOOR
 
 
 def parameter(m, n, seed=0, dtype=torch.float64, scale=1.0):
@@ -141,8 +142,8 @@ def test_magnitudes_that_land_on_zero_stop_at_the_floor(weight_decay):
 
 def test_exact_zeros_keep_the_sign_they_had():
     g_old, floor = torch.tensor([1.0, -1.0, -1.0, 1.0]), torch.full((4,), 0.5)
-    assert off_zero(torch.tensor([0.0, 0.0, 0.1, -0.1]), g_old, floor).tolist() == [0.5, -0.5, 0.5, -0.5]
-    assert off_zero(torch.tensor([2.0, -2.0]), g_old[:2], floor[:2]).tolist() == [2.0, -2.0]
+    assert clamp_away_from_zero(torch.tensor([0.0, 0.0, 0.1, -0.1]), g_old, floor).tolist() == [0.5, -0.5, 0.5, -0.5]
+    assert clamp_away_from_zero(torch.tensor([2.0, -2.0]), g_old[:2], floor[:2]).tolist() == [2.0, -2.0]
 
 
 def test_decay_to_nothing_stops_at_the_floor():
@@ -249,11 +250,11 @@ def test_scales():
     p = parameter(12, 4)
     optimizer = Muown([{"params": [p], "blocks": (4, 8)}])
     group = optimizer.param_groups[0]
-    assert optimizer.scales(group) == [0.2 * math.sqrt(4), 0.2 * math.sqrt(8)]
+    assert optimizer.get_lr_scales(group) == [0.2 * math.sqrt(4), 0.2 * math.sqrt(8)]
     group["adjust_lr_fn"] = "original"
-    assert optimizer.scales(group) == [1.0, math.sqrt(2)]
+    assert optimizer.get_lr_scales(group) == [1.0, math.sqrt(2)]
     group["adjust_lr_fn"] = None
-    assert optimizer.scales(group) == [1.0, 1.0]
+    assert optimizer.get_lr_scales(group) == [1.0, 1.0]
 
 
 def test_own_orthogonalizer():
@@ -274,7 +275,7 @@ def test_own_orthogonalizer():
 def test_direction_scale():
     p, q, grads = parameter(4, 6), parameter(4, 6), gradients(4, 4, 6)
     optimizer = Muown([p], lr=0.05, direction_scale=0.4, magnitude="fixed", orthogonalizer="svd")
-    assert optimizer.scales(optimizer.param_groups[0]) == [0.4 * math.sqrt(6)]
+    assert optimizer.get_lr_scales(optimizer.param_groups[0]) == [0.4 * math.sqrt(6)]
     run(optimizer, p, grads)
     run(Muown([q], lr=0.1, magnitude="fixed", orthogonalizer="svd"), q, grads)
     torch.testing.assert_close(p, q)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from muown_train.models.gpt import GPT
 from muown_train.optim import SOAP, Combined, Lion, Muon, Muown, MuownSign, NorMuon, NorMuown, param_groups
 from muown_train.optim.core.orthogonalize import svd
-from muown_train.optim.sharding import assign, balanced, shard
+from muown_train.optim.sharding import assign_owners, balance_costs, shard
 from tests.helpers.ranks import on_ranks
 
 SHAPES = [(4, 6), (6, 4), (12, 4), (4, 6), (1, 5), (4, 6), (4, 6), (7, 1), (3, 3)]
@@ -277,7 +277,7 @@ def _order(world):
     adamw, seen = optimizer.optimizers[1], []
 
     def count(*_):
-        seen.append(len(vars(optimizer)["_sharding"].sent))
+        seen.append(len(vars(optimizer)["_sharding"].pending))
 
     adamw.register_step_pre_hook(count)
     adamw.register_step_post_hook(count)
@@ -346,11 +346,11 @@ def test_without_a_process_group():
 
 @given(st.lists(st.integers(0, 1000)), st.integers(1, 9))
 def test_no_rank_has_much_more_than_the_mean(costs, size):
-    owners = balanced(costs, size)
+    owners = balance_costs(costs, size)
     loads = [sum(c for c, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(size)]
     assert len(owners) == len(costs) and sum(loads) == sum(costs)
     assert max(loads) * size <= sum(costs) + (size - 1) * max(costs, default=0)
-    assert balanced(costs, size) == owners
+    assert balance_costs(costs, size) == owners
 
 
 def test_the_500m_model_on_16_ranks():
@@ -358,7 +358,7 @@ def test_the_500m_model_on_16_ranks():
         model = GPT(50280, layers=22, dim=1280, heads=20, seq_len=64)
         matrix, rest = param_groups(model)
         optimizer = Combined(Muon(matrix), torch.optim.AdamW(rest))
-    assigned = assign(optimizer, 16)
+    assigned = assign_owners(optimizer, 16)
     assert len(assigned.owners) == len(list(model.parameters()))
     d, h = 1280, 3584
     flops = {"qkv": 3 * 5 * 6 * d**3, "attention.out": 5 * 6 * d**3}

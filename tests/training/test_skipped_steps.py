@@ -20,7 +20,7 @@ UPDATES = {0, 4, 5, 9}  # without numbers
 def outcome_of(corpus, out, overrides, rows, on_device, world=HERE, rank=0):
     """A run with the flags of its updates read, or not: how it ended, its record, weights and state."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gate, "is_known", lambda skip: not on_device)
+        patch.setattr(gate, "can_read_without_sync", lambda skip: not on_device)
         run = poisoned(built(corpus, out, *overrides, world=world), rows, rank)
         # most updates happen under a flag, if they are to
         updates, step = [], run.trainer.optimizer.step
@@ -72,7 +72,7 @@ def test_a_run_that_was_interrupted(corpus, tmp_path):
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gate, "is_known", lambda skip: False)
+        patch.setattr(gate, "can_read_without_sync", lambda skip: False)
         assert fitted(stopping(poisoned(built(corpus, tmp_path), rows))) == Outcome("stopped", "SIGTERM")
     _, weights, state_again = outcome_of(corpus, tmp_path, [], rows, True)
     torch.testing.assert_close((weights, state_again), (whole, state), rtol=0, atol=0)
@@ -95,7 +95,7 @@ def test_on_two_ranks(corpus, tmp_path):
 
 
 def failing_while_gated(world, corpus, out):
-    gate.is_known = lambda skip: False  # in a process of its own
+    gate.can_read_without_sync = lambda skip: False  # in a process of its own
     return failing(world, corpus, out, 1)
 
 

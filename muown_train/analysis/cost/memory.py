@@ -27,8 +27,8 @@ from muown_train.models.loss import choose_chunk_rows
 from muown_train.optim import SOAP, Combined, Lion, parameter_roles
 from muown_train.optim.core.base import Group
 from muown_train.optim.core.matrix import MAX_BATCH_ELEMENTS, MatrixOptimizer
-from muown_train.optim.core.skip_step import portions
-from muown_train.optim.sharding import assign
+from muown_train.optim.core.skip_step import split_into_chunks
+from muown_train.optim.sharding import assign_owners
 
 FLOAT = 4  # bytes of weights, gradients, optimizer state and the residual stream
 
@@ -263,7 +263,7 @@ def optimizer_memory(optimizer: Combined, ranks: int, device: str, iterates_in: 
         optimizer: may be on the meta device, and have no state yet.
         iterates_in: bytes of a number in the orthogonalisation.
     """
-    owners = assign(optimizer, ranks).owners
+    owners = assign_owners(optimizer, ranks).owners
     state, step = [0] * ranks, [0] * ranks
     for part in optimizer.optimizers:
         lazily = None if any(part.state.values()) else _kept_per_number(part)
@@ -304,7 +304,8 @@ def _temporary(part: Optimizer, parameters: list[tuple[Tensor, Group]], device: 
     for p, group in parameters:
         by_group[id(group)].append(p)
     if isinstance(part, Lion) and device != "cpu":  # and copies of weights and state, in case the update is left out
-        return max(3 * sum(p.nbytes for p in portion) for group in by_group.values() for portion in portions(group))
+        chunks = (chunk for group in by_group.values() for chunk in split_into_chunks(group))
+        return max(3 * sum(p.nbytes for p in chunk) for chunk in chunks)
     return max(sum(p.nbytes for p in group) for group in by_group.values())  # a copy of each parameter
 
 

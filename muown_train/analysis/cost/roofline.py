@@ -15,7 +15,7 @@ from torch import Tensor
 from muown_train.analysis.cost.memory import FLOAT, Pass, Sizes
 from muown_train.optim import Combined, Lion, Muon, Muown
 from muown_train.optim.core.base import Group
-from muown_train.optim.sharding import FLOPS_PER_BYTE, assign, update_cost
+from muown_train.optim.sharding import FLOPS_PER_BYTE, assign_owners, estimate_step_cost
 from muown_train.runtime.hardware import Gpu
 
 # Of the peak: what is commonly attained. Products of thousands of rows at 60 to 75 %, as clocks fall under full load;
@@ -37,7 +37,7 @@ LOGIT_BYTES, WEIGHT_BYTES = {False: 32, True: 8}, 24
 CLIP_BYTES = 12  # of a gradient: its norm, and scaled
 
 # Of a parameter in a step, uncompiled and compiled, beside the products of matrices (see `Muown`). Uncompiled 40 are so
-# that an update can be left out (`optim.gate.unless`, of weights and momentum).
+# that an update can be left out (`optim.core.skip_step.run_or_restore`, of weights and momentum).
 STEP_BYTES = {Muown: (132, 32), Muon: (84, 32), Lion: (100, 100)}
 OTHER_STEP_BYTES = (28, 28)  # fused AdamW reads four numbers and writes three
 
@@ -99,7 +99,7 @@ def update_time(
 
 def _step(optimizer: Combined, gpu: Gpu, owners: int, how: Pass) -> float:
     """Seconds of the optimizer on the rank where it takes longest."""
-    owner = assign(optimizer, owners).owners
+    owner = assign_owners(optimizer, owners).owners
     seconds = [0.0] * owners
     for part in optimizer.optimizers:
         kinds = (b for kind, b in STEP_BYTES.items() if isinstance(part, kind))
@@ -116,7 +116,7 @@ def _step(optimizer: Combined, gpu: Gpu, owners: int, how: Pass) -> float:
 
 def _products(p: Tensor, group: Group) -> int:
     """FLOP of the products of matrices in an update of p."""
-    return update_cost(p, group) - FLOPS_PER_BYTE * p.numel() * p.element_size()
+    return estimate_step_cost(p, group) - FLOPS_PER_BYTE * p.numel() * p.element_size()
 
 
 def _sent(sizes: Sizes, gpu: Gpu, ranks: int, owners: int, sent: int) -> float:

@@ -1,11 +1,17 @@
-"""The orthogonal factor of a matrix: X = U S V^T -> U V^T, exactly or by Newton-Schulz iteration.
+"""The orthogonal factor U V^T of a matrix X = U S V^T: exact, by Newton-Schulz iteration, or by Polar Express.
 
-Everything here is batched: X is (..., m, n) and each of its matrices is treated on its own.
+Everything here is batched: X is (..., m, n), and each of its matrices is treated on its own.
 
-The quintic iteration and its coefficients are Keller Jordan's (https://kellerjordan.github.io/posts/muon/),
-as in torch.optim.Muon: singular values end between about 0.7 and 1.2 rather than at 1. Unlike
-torch.optim.Muon, which always iterates in bfloat16, the dtype is an argument: by default bfloat16 where the
-device multiplies matrices in it natively.
+Newton-Schulz: the quintic iteration and its coefficients are Keller Jordan's (https://kellerjordan.github.io/posts/muon/),
+as in torch.optim.Muon: singular values end between about 0.7 and 1.2 rather than at 1. torch.optim.Muon always iterates
+in bfloat16; here the dtype is an argument, by default bfloat16 where the device multiplies matrices in it natively.
+
+Polar Express (Amsel et al. 2025, "The Polar Express: optimal matrix sign methods and their application to the Muon
+algorithm", arXiv 2505.16932): every step has a quintic of its own, the best one for the interval in which the step
+before has left the singular values. Given singular values in [l, 1], step k maps those in [l_k, u_k] by the odd quintic
+p_k with the least max |1 - p_k| on that interval (their Theorem 3.1: doing so step by step is optimal for the
+composition); then l_(k+1) = p_k(l_k) and u_(k+1) = 2 - l_(k+1). Unlike Newton-Schulz it converges: every value goes
+to 1.
 """
 
 from __future__ import annotations
@@ -16,12 +22,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-NS_COEFFICIENTS = (3.4445, -4.775, 2.0315)  # chosen for the steepest slope at zero; source above
+Quintic = tuple[float, float, float]  # (a, b, c) of a x + b x^3 + c x^5
+
+NS_COEFFICIENTS: Quintic = (3.4445, -4.775, 2.0315)  # chosen for the steepest slope at zero; source above
 NS_EPS = 1e-7
 NS_STEPS = 5
 
-GRAM_ASPECT = 2.0  # of the sides, from which on iterating on the Gram matrix is faster; equal at 1.5
-RESTART = 3  # steps on one Gram matrix
+# Polar Express: Algorithm 1 of the paper (and the authors' github.com/NoahAmsel/PolarExpress), with l = 1e-3 and the
+# cushion of section 3.4 (p_k is optimal on [max(l_k, 0.02407 u_k), u_k] and then centred). Further steps repeat the
+# last quintic.
+_OPTIMAL_QUINTICS: tuple[Quintic, ...] = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+SAFETY = 1.01  # Algorithm 1 divides x by it before each quintic but the last, and once more before the first
+
+GRAM_ASPECT = 2.0  # ratio of the sides from which on iterating on the Gram matrix is faster; equally fast at 1.5
+RESTART = 3  # steps on one Gram matrix before it is computed afresh
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -31,8 +54,8 @@ _DTYPES = {
 }
 
 
-def dtype_name(dtype: torch.dtype | str) -> str:
-    """The name of a floating-point dtype, given as one or by name ("float32", "torch.float32").
+def get_dtype_name(dtype: torch.dtype | str) -> str:
+    """Return the name of a floating-point dtype, which is given itself or by name ("float32", "torch.float32").
 
     Raises:
         ValueError: for anything but bfloat16, float16, float32 and float64.
@@ -45,11 +68,12 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 @functools.cache
 def has_fast_bfloat16(device: torch.device | str) -> bool:
-    """Whether this device multiplies bfloat16 matrices natively, so that they are faster than float32 ones.
+    """Return whether this device multiplies bfloat16 matrices natively, so that they are faster than float32 ones.
 
-    On a GPU: emulation does not count. On a CPU: AMX, or AVX-512 bfloat16 instructions without AVX-512 float16.
+    On a GPU, emulation does not count. On a CPU it takes AMX, or AVX-512 bfloat16 instructions without AVX-512 float16.
     (Processors with the latter leave bfloat16 to AMX, which a virtual machine may hide: the other instructions run at
-    half of float32's rate there, 83 against 160 GFLOP/s on a core of an Emerald Rapids Xeon.) Other devices: False.
+    half of float32's rate there, 83 against 160 GFLOP/s on a core of an Emerald Rapids Xeon.) For other devices the
+    answer is False.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -59,11 +83,11 @@ def has_fast_bfloat16(device: torch.device | str) -> bool:
 
 
 def _cpu_has_fast_bfloat16() -> bool:
-    capabilities = getattr(torch.cpu, "get_capabilities", None)
-    if capabilities is not None:
-        found = capabilities()
-        return bool(found.get("amx_bf16") or (found.get("avx512_bf16") and not found.get("avx512_fp16")))
-    # Older torch has only private probes, of which any may be missing.
+    get_capabilities = getattr(torch.cpu, "get_capabilities", None)
+    if get_capabilities is not None:
+        flags = get_capabilities()
+        return bool(flags.get("amx_bf16") or (flags.get("avx512_bf16") and not flags.get("avx512_fp16")))
+    # Older versions of torch have only private probes, and any of them may be missing.
     for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
         probe = getattr(torch.cpu, name, None)
         if probe is not None and probe():
@@ -71,8 +95,8 @@ def _cpu_has_fast_bfloat16() -> bool:
     return False
 
 
-def default_dtype(device: torch.device | str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype to iterate in: float64 for float64 matrices, else bfloat16 where it is fast, else float32."""
+def choose_dtype(device: torch.device | str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to iterate in: float64 for float64 matrices, else bfloat16 where it is fast, else float32."""
     if dtype == torch.float64:
         return dtype
     return torch.bfloat16 if has_fast_bfloat16(device) else torch.float32
@@ -81,110 +105,63 @@ def default_dtype(device: torch.device | str, dtype: torch.dtype) -> torch.dtype
 def newton_schulz(
     X: Tensor | Sequence[Tensor],
     steps: int = NS_STEPS,
-    coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
+    coefficients: Quintic = NS_COEFFICIENTS,
     eps: float = NS_EPS,
     dtype: torch.dtype | str | None = None,
 ) -> Tensor:
-    """Approximate U V^T by `steps` of Y <- a Y + (b Y Y^T + c (Y Y^T)^2) Y, started at Y = X / ||X||_F.
+    """Approximate U V^T by `steps` iterations of Y <- a Y + (b Y Y^T + c (Y Y^T)^2) Y, started at Y = X / ||X||_F.
 
     Args:
-        X: (..., m, n), any floating dtype, or k of (m, n) to be stacked. Not modified.
-        steps: iterations.
+        X: (..., m, n), any floating dtype, or k matrices (m, n) to be stacked. It is not modified.
+        steps: number of iterations.
         coefficients: (a, b, c) of the quintic.
         eps: the least norm that X is divided by; zeros stay zeros.
-        dtype: to iterate in, or its name; None for `default_dtype`.
+        dtype: the dtype to iterate in, or its name; None for that of `choose_dtype`.
 
     Returns:
         (..., m, n) or (k, m, n), in X's dtype.
     """
-    return compose(X, [coefficients] * steps, eps, dtype)
+    return apply_quintics(X, [coefficients] * steps, eps, dtype)
 
 
-def compose(
-    X: Tensor | Sequence[Tensor],
-    quintics: Sequence[tuple[float, float, float]],
-    eps: float = NS_EPS,
-    dtype: torch.dtype | str | None = None,
-    on_gram: bool = True,
+def polar_express(
+    X: Tensor | Sequence[Tensor], steps: int = 8, eps: float = NS_EPS, dtype: torch.dtype | str | None = None
 ) -> Tensor:
-    """Apply odd quintics a x + b x^3 + c x^5, one after the other, to the singular values of X / ||X||_F.
+    """Approximate U V^T by `steps` steps of Polar Express.
 
-    Arguments and result as of `newton_schulz`. Extra memory: two copies of X in `dtype` and, with s the shorter side,
-    up to four (k, s, s).
+    After 5 steps all singular values of at least 1e-3 of the norm are within 0.2 of 1, after 8 steps within 1e-6 (in
+    exact arithmetic).
 
     Args:
-        on_gram: whether several steps may be taken on one Gram matrix, which steep quintics do not allow.
+        X: (..., m, n), any floating dtype, or k matrices (m, n) to be stacked. It is not modified.
+        steps: number of steps; from the eighth on the quintic is (1.875, -1.25, 0.375).
+        eps: the least norm that X is divided by; zeros stay zeros.
+        dtype: the dtype to iterate in, or its name; None for that of `choose_dtype`.
+
+    Returns:
+        (..., m, n) or (k, m, n), in X's dtype.
     """
-    shape, matrices = (X.shape, X.reshape(-1, *X.shape[-2:])) if isinstance(X, Tensor) else ((len(X), *X[0].shape), X)
-    first = matrices[0]
-    used = default_dtype(first.device, first.dtype) if dtype is None else _DTYPES[dtype_name(dtype)]
-    Y = _normalized(matrices, eps, used)
-    aspect = max(Y.shape[1:]) / min(Y.shape[1:])
-    Y = _on_gram(Y, quintics) if on_gram and aspect >= GRAM_ASPECT else _on_matrix(Y, quintics)
-    return Y.reshape(shape).to(first.dtype)
+    # Three steps on one Gram matrix would amplify its rounding error 8 * 4 * 4 times, beyond the interval that the next
+    # quintic is made for: bfloat16 matrices of sides 1:2 or more then became infinite one time in four.
+    return apply_quintics(X, list_polar_express_quintics(steps), eps, dtype, on_gram=False)
 
 
-def _normalized(X: Tensor | Sequence[Tensor], eps: float, dtype: torch.dtype) -> Tensor:
-    """X / ||X||_F of k matrices (m, n), stacked into (k, m, n) of another dtype in one pass after that of the norm."""
-    Y = torch.empty((len(X), *X[0].shape), dtype=dtype, device=X[0].device)
-    for y, x in zip(Y, X, strict=True):
-        # the norm in float32 at least: the squares of float16 overflow
-        norm = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)).clamp(min=eps)
-        y.copy_(x).mul_(norm.reciprocal())
-    return Y
+def list_polar_express_quintics(steps: int) -> list[Quintic]:
+    """Return the quintics of the first `steps` steps from values in [0, 1], with room for rounding."""
+    safe = [_scale_input(quintic) for quintic in _OPTIMAL_QUINTICS[:-1]] + [_OPTIMAL_QUINTICS[-1]]
+    return [_scale_input(safe[0]), *(safe[min(k, len(safe) - 1)] for k in range(1, steps))]
 
 
-def _on_matrix(Y: Tensor, quintics: Sequence[tuple[float, float, float]]) -> Tensor:
-    """The iteration as it is written: per step 4 s^2 l + 2 s^3 flops, s and l the sides; overwrites Y (k, m, n)."""
-    spare, A = torch.empty_like(Y), None
-    for abc in quintics:
-        A = _gram(Y, A)
-        Y, spare = _times(_polynomial(A, *abc), Y, spare), Y
-    return Y
-
-
-def _on_gram(Y: Tensor, quintics: Sequence[tuple[float, float, float]]) -> Tensor:
-    """The same on the small Gram matrix A, since p(A) Y has the Gram matrix p(A) A p(A): long sides enter twice only.
-
-    Rounding of A is amplified with every step, so that A is computed afresh after every third: with this restart
-    bfloat16 is as accurate as the plain iteration, without it it diverges. Overwrites Y (k, m, n).
-    """
-    spare, A = torch.empty_like(Y), None
-    for start in range(0, len(quintics), RESTART):
-        steps = quintics[start : start + RESTART]
-        A = _gram(Y, A)
-        Q = P = _polynomial(A, *steps[0])  # the product of the polynomials
-        for abc in steps[1:]:
-            torch.bmm(P, A @ P, out=A)
-            P = _polynomial(A, *abc)
-            Q = P @ Q
-        Y, spare = _times(Q, Y, spare), Y
-    return Y
-
-
-def _gram(Y: Tensor, out: Tensor | None) -> Tensor:
-    """The smaller of Y Y^T and Y^T Y, (k, s, s); without a transposed copy."""
-    if out is None:
-        out = Y.new_empty(Y.shape[0], min(Y.shape[1:]), min(Y.shape[1:]))
-    return torch.bmm(Y.mT, Y, out=out) if Y.shape[1] > Y.shape[2] else torch.bmm(Y, Y.mT, out=out)
-
-
-def _times(P: Tensor, Y: Tensor, out: Tensor) -> Tensor:
-    """P Y, or Y P where P (k, s, s) is on the side of the columns."""
-    return torch.bmm(Y, P, out=out) if Y.shape[1] > Y.shape[2] else torch.bmm(P, Y, out=out)
-
-
-def _polynomial(A: Tensor, a: float, b: float, c: float) -> Tensor:
-    """a I + b A + c A^2, (k, s, s)."""
-    P = torch.baddbmm(A, A, A, beta=b, alpha=c)
-    P.diagonal(dim1=-2, dim2=-1).add_(a)  # cheaper than beta=a in the product with Y, which would copy Y first
-    return P
+def _scale_input(quintic: Quintic) -> Quintic:
+    """Return the quintic p(x / SAFETY)."""
+    a, b, c = quintic
+    return a / SAFETY, b / SAFETY**3, c / SAFETY**5
 
 
 def svd(X: Tensor) -> Tensor:
-    """The exact factor U V^T of X = U S V^T, over the singular values that are not zero to rounding.
+    """Return the exact factor U V^T, over the singular values that are not zero to rounding.
 
-    Where X lacks rank the factor is the partial isometry: null directions map to 0, and zeros give zeros.
+    If X lacks rank, the factor is the partial isometry: null directions map to 0, and zeros give zeros.
 
     Args:
         X: (..., m, n), any floating dtype; bfloat16 and float16 are decomposed in float32.
@@ -197,3 +174,85 @@ def svd(X: Tensor) -> Tensor:
     rounding = torch.finfo(Y.dtype).eps * max(Y.shape[-2:])
     O: Tensor = (U * (rounding * S.amax(-1, keepdim=True) < S).unsqueeze(-2)) @ Vh  # noqa: E741
     return O.to(X.dtype)
+
+
+def apply_quintics(
+    X: Tensor | Sequence[Tensor],
+    quintics: Sequence[Quintic],
+    eps: float = NS_EPS,
+    dtype: torch.dtype | str | None = None,
+    on_gram: bool = True,
+) -> Tensor:
+    """Apply odd quintics a x + b x^3 + c x^5, one after the other, to the singular values of X / ||X||_F.
+
+    The extra memory is two copies of X in `dtype` and, with s the shorter side, up to four times (k, s, s).
+
+    Args:
+        X, eps, dtype: as in `newton_schulz`, and so is the result.
+        on_gram: whether several steps may be taken on one Gram matrix, which steep quintics do not allow.
+    """
+    shape, matrices = (X.shape, X.reshape(-1, *X.shape[-2:])) if isinstance(X, Tensor) else ((len(X), *X[0].shape), X)
+    first = matrices[0]
+    used = choose_dtype(first.device, first.dtype) if dtype is None else _DTYPES[get_dtype_name(dtype)]
+    Y = _normalize_and_stack(matrices, eps, used)
+    aspect = max(Y.shape[1:]) / min(Y.shape[1:])
+    Y = _iterate_on_gram(Y, quintics) if on_gram and aspect >= GRAM_ASPECT else _iterate_on_matrix(Y, quintics)
+    return Y.reshape(shape).to(first.dtype)
+
+
+def _normalize_and_stack(X: Tensor | Sequence[Tensor], eps: float, dtype: torch.dtype) -> Tensor:
+    """Stack X / ||X||_F of k matrices (m, n) into (k, m, n) of another dtype, in one pass after that of the norm."""
+    Y = torch.empty((len(X), *X[0].shape), dtype=dtype, device=X[0].device)
+    for y, x in zip(Y, X, strict=True):
+        # the norm is computed in float32 at least, since the squares of float16 overflow
+        norm = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)).clamp(min=eps)
+        y.copy_(x).mul_(norm.reciprocal())
+    return Y
+
+
+def _iterate_on_matrix(Y: Tensor, quintics: Sequence[Quintic]) -> Tensor:
+    """Iterate as the formula is written: 4 s^2 l + 2 s^3 FLOP per step, s and l the sides; overwrites Y (k, m, n)."""
+    spare, A = torch.empty_like(Y), None
+    for abc in quintics:
+        A = _compute_gram(Y, A)
+        Y, spare = _multiply_short_side(_evaluate_quadratic(A, *abc), Y, spare), Y
+    return Y
+
+
+def _iterate_on_gram(Y: Tensor, quintics: Sequence[Quintic]) -> Tensor:
+    """Iterate on the small Gram matrix A instead, since p(A) Y has the Gram matrix p(A) A p(A); overwrites Y (k, m, n).
+
+    The long side thus enters only twice per restart. Every step amplifies the rounding error of A, which is therefore
+    computed afresh after every third step: with this restart bfloat16 is as accurate as the plain iteration, without it
+    it diverges.
+    """
+    spare, A = torch.empty_like(Y), None
+    for start in range(0, len(quintics), RESTART):
+        steps = quintics[start : start + RESTART]
+        A = _compute_gram(Y, A)
+        Q = P = _evaluate_quadratic(A, *steps[0])  # Q is the product of the polynomials
+        for abc in steps[1:]:
+            torch.bmm(P, A @ P, out=A)
+            P = _evaluate_quadratic(A, *abc)
+            Q = P @ Q
+        Y, spare = _multiply_short_side(Q, Y, spare), Y
+    return Y
+
+
+def _compute_gram(Y: Tensor, out: Tensor | None) -> Tensor:
+    """Return the smaller of Y Y^T and Y^T Y, (k, s, s), without a transposed copy."""
+    if out is None:
+        out = Y.new_empty(Y.shape[0], min(Y.shape[1:]), min(Y.shape[1:]))
+    return torch.bmm(Y.mT, Y, out=out) if Y.shape[1] > Y.shape[2] else torch.bmm(Y, Y.mT, out=out)
+
+
+def _multiply_short_side(P: Tensor, Y: Tensor, out: Tensor) -> Tensor:
+    """Return P Y, or Y P where the columns are the shorter side that P (k, s, s) belongs to."""
+    return torch.bmm(Y, P, out=out) if Y.shape[1] > Y.shape[2] else torch.bmm(P, Y, out=out)
+
+
+def _evaluate_quadratic(A: Tensor, a: float, b: float, c: float) -> Tensor:
+    """Return a I + b A + c A^2, (k, s, s)."""
+    P = torch.baddbmm(A, A, A, beta=b, alpha=c)
+    P.diagonal(dim1=-2, dim2=-1).add_(a)  # cheaper than beta=a in the product with Y, which would copy Y first
+    return P

@@ -1,8 +1,8 @@
-"""Updates that are left out without the host knowing: it goes on, and the device decides.
+"""Steps that are skipped on the device: the host goes on without knowing, and the device decides.
 
-The flag of an update is a tensor of one element on the device, 1 where the update is to be left out and 0 elsewhere.
+The skip flag of a step is a tensor of one element on the device: 1 if the step is to be skipped, otherwise 0.
 Optimizers find it in their attribute `found_inf`, which is torch's own protocol: GradScaler sets it, and the fused Adam
-and AdamW heed it. To ask a GPU for the flag would be to wait until the gradients are there, in every step.
+and AdamW obey it. Reading the flag from a GPU would make the host wait for the gradients in every step.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from torch.optim import Optimizer
 
 T = TypeVar("T")
 
-MAX_ELEMENTS = 2**26  # that are copied together, which bounds the extra memory
+MAX_CHUNK_ELEMENTS = 2**26  # copied together; this bounds the extra memory of a step that may be skipped
 
 
-def step_unless(skip: Tensor, optimizer: Optimizer) -> None:
-    """`optimizer.step()`, which leaves parameters and state as they are if skip, a float32 tensor of one, is 1.
+def step_or_skip(optimizer: Optimizer, skip: Tensor) -> None:
+    """Run `optimizer.step()`, but leave parameters and state as they are if skip is 1.
 
-    The host waits for skip only where an optimizer cannot heed it on the device, and before its first update.
+    The host waits for the flag only if the optimizer cannot skip on the device, and before its first step.
+
+    Args:
+        skip: float32 tensor of one element, 0 or 1.
     """
-    if is_known(skip) or not heeds_flag(optimizer):
+    if can_read_without_sync(skip) or not can_skip_on_device(optimizer):
         if not skip:
             optimizer.step()
         return
@@ -35,22 +38,27 @@ def step_unless(skip: Tensor, optimizer: Optimizer) -> None:
         del optimizer.found_inf  # type: ignore[attr-defined]
 
 
-def is_known(skip: Tensor) -> bool:
-    """Whether a look at the flag costs nothing, as it does where there is nothing to wait for."""
+def can_read_without_sync(skip: Tensor) -> bool:
+    """Return whether the host can read the flag without waiting for a device."""
     return skip.is_cpu
 
 
-def heeds_flag(optimizer: Optimizer) -> bool:
-    """Whether the optimizer leaves an update out on the device."""
+def can_skip_on_device(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer obeys `found_inf` without asking the host."""
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):  # the fused SGD leaves a first momentum undefined
         return all(group["fused"] for group in optimizer.param_groups)
-    return bool(getattr(optimizer, "heeds_flag", False))
+    return bool(getattr(optimizer, "can_skip_on_device", False))
 
 
-def unless(skip: Tensor | None, change: Callable[[], T], tensors: Iterable[Tensor]) -> T:
-    """What `change` returns, which writes to no tensors but these; if skip, a boolean (), they are as before.
+def run_or_restore(skip: Tensor | None, change: Callable[[], T], tensors: Iterable[Tensor]) -> T:
+    """Call `change`, restore the tensors afterwards if skip is true, and return what `change` returned.
 
-    Takes a copy of them, and 5 numbers of traffic an element; compiled together with the change, nothing of both.
+    This copies the tensors and costs 5 numbers of traffic per element; compiled together with `change`, it costs
+    nothing of either.
+
+    Args:
+        skip: (), boolean, on the device; None if the step is not skipped.
+        change: writes to no other tensors than these.
     """
     if skip is None:
         return change()
@@ -61,8 +69,11 @@ def unless(skip: Tensor | None, change: Callable[[], T], tensors: Iterable[Tenso
     return result
 
 
-def unless_many(skip: Tensor | None, change: Callable[[], T], tensors: list[Tensor]) -> T:
-    """As `unless`, for many small tensors of one shape: with few kernels, on which their time depends."""
+def run_or_restore_stacked(skip: Tensor | None, change: Callable[[], T], tensors: list[Tensor]) -> T:
+    """Do the same as `run_or_restore` for many small tensors of one shape, with few kernels.
+
+    The number of kernels, not of elements, decides how long small tensors take.
+    """
     if skip is None or not tensors:
         return change()
     before = torch.stack(tensors)
@@ -71,13 +82,13 @@ def unless_many(skip: Tensor | None, change: Callable[[], T], tensors: list[Tens
     return result
 
 
-def portions(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The parameters in order, in lists of at most MAX_ELEMENTS unless alone."""
-    portion: list[Tensor] = []
+def split_into_chunks(params: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the parameters in order, in lists of at most MAX_CHUNK_ELEMENTS elements or of a single parameter."""
+    chunk: list[Tensor] = []
     for p in params:
-        if portion and sum(q.numel() for q in portion) + p.numel() > MAX_ELEMENTS:
-            yield portion
-            portion = []
-        portion.append(p)
-    if portion:
-        yield portion
+        if chunk and sum(q.numel() for q in chunk) + p.numel() > MAX_CHUNK_ELEMENTS:
+            yield chunk
+            chunk = []
+        chunk.append(p)
+    if chunk:
+        yield chunk

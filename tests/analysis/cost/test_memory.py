@@ -17,7 +17,7 @@ from muown_train.models.language_model import LanguageModel
 from muown_train.models.speedrun import Speedrun
 from muown_train.models.track3 import Track3
 from muown_train.optim import SOAP, Combined, Lion, Muon, Muown, NorMuon, param_groups
-from muown_train.optim.sharding import assign
+from muown_train.optim.sharding import assign_owners
 from muown_train.runtime.benchmark import measure_peak_memory
 
 SMALL = {"V": 1024, "L": 2, "D": 128, "h": 4, "T": 128, "B": 4}
@@ -168,7 +168,7 @@ def test_a_sharded_optimizer_is_spread_as_shard_does():
     ((whole, _),) = optimizer_memory(optimizer, 1, "cuda", 2)
     spread = optimizer_memory(optimizer, 3, "cuda", 2)
     assert sum(state for state, _ in spread) == pytest.approx(whole, abs=64)
-    owners = assign(optimizer, 3).owners
+    owners = assign_owners(optimizer, 3).owners
     (rank,) = {owners[p] for p in model.parameters() if p.shape == (512, 128)}
     assert spread[rank][0] >= 2 * 4 * 512 * 128
     assert not any(optimizer.optimizers[1].state.values())  # asking left nothing behind

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muown_train.optim.core import orthogonalize
-from muown_train.optim.core.orthogonalize import default_dtype, dtype_name, has_fast_bfloat16, newton_schulz, svd
+from muown_train.optim.core.orthogonalize import choose_dtype, get_dtype_name, has_fast_bfloat16, newton_schulz, svd
 
 SHAPES = [(12, 20), (20, 12), (16, 16), (1, 9), (9, 1), (1, 1)]
 
@@ -99,11 +99,11 @@ def test_scale_of_the_input_does_not_matter(m, n, scale, seed):
     torch.testing.assert_close(newton_schulz(X.mT), newton_schulz(X).mT)
 
 
-def test_default_dtype(monkeypatch):
-    assert default_dtype("cpu", torch.float64) == torch.float64
+def test_choose_dtype(monkeypatch):
+    assert choose_dtype("cpu", torch.float64) == torch.float64
     for fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(orthogonalize, "has_fast_bfloat16", lambda device, fast=fast: fast)
-        assert default_dtype("cpu", torch.float32) == expected
+        assert choose_dtype("cpu", torch.float32) == expected
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,9 @@ def test_fast_bfloat16_without_any_probe(monkeypatch):
 
 
 def test_dtype_names():
-    assert dtype_name(torch.bfloat16) == dtype_name("bfloat16") == dtype_name("torch.bfloat16") == "bfloat16"
+    for dtype in (torch.bfloat16, "bfloat16", "torch.bfloat16"):
+        assert get_dtype_name(dtype) == "bfloat16"
     with pytest.raises(ValueError, match="float8"):
-        dtype_name("float8")
+        get_dtype_name("float8")
     with pytest.raises(ValueError, match="int32"):
-        dtype_name(torch.int32)
+        get_dtype_name(torch.int32)

@@ -6,8 +6,14 @@ import pytest
 import torch
 
 from muown_train.optim import Muon, Muown
-from muown_train.optim.core.orthogonalize import newton_schulz, svd
-from muown_train.optim.core.polar_express import _OPTIMAL, SAFETY, coefficients, polar_express
+from muown_train.optim.core.orthogonalize import (
+    _OPTIMAL_QUINTICS,
+    SAFETY,
+    list_polar_express_quintics,
+    newton_schulz,
+    polar_express,
+    svd,
+)
 
 CUSHION = 0.02407327424182761  # the paper's, section 3.4
 
@@ -32,7 +38,7 @@ def test_each_quintic_is_optimal_for_what_the_one_before_leaves():
     # An odd quintic has the least error against 1 on [low, high] if and only if its error alternates in sign, with one
     # size, at four points (Chebyshev). Up to the factor that centres it, that is p(low) = p(r) < 1 < p(q) = p(high).
     lower, upper = 1e-3, 1.0
-    for quintic in _OPTIMAL[:-1]:
+    for quintic in _OPTIMAL_QUINTICS[:-1]:
         low = max(lower, CUSHION * upper)
         q, r = interior_extrema(quintic)
         assert low < q < r < upper
@@ -42,7 +48,7 @@ def test_each_quintic_is_optimal_for_what_the_one_before_leaves():
         lower = evaluate(quintic, lower)
         upper = 2 - lower
     assert 0 < 1 - lower < 2e-9
-    a, b, c = _OPTIMAL[-1]  # the limit for an interval of one point: p(1) = 1, p'(1) = p''(1) = 0
+    a, b, c = _OPTIMAL_QUINTICS[-1]  # the limit for an interval of one point: p(1) = 1, p'(1) = p''(1) = 0
     assert (a + b + c, a + 3 * b + 5 * c, 6 * b + 20 * c) == (1, 0, 0)
 
 
@@ -50,16 +56,17 @@ def test_singular_values_end_where_the_docstring_says():
     x = torch.logspace(-3, 0, 100_001, dtype=torch.float64)
     for steps, error in ((5, 0.2), (8, 1e-6), (12, 1e-12)):
         y = x.clone()
-        for quintic in coefficients(steps):
+        for quintic in list_polar_express_quintics(steps):
             y = evaluate(quintic, y)
         assert (y - 1).abs().max() < error
 
 
 def test_the_last_quintic_repeats_and_is_the_only_one_without_room_for_rounding():
-    assert len(coefficients(1)) == 1 and coefficients(12)[:3] == coefficients(3)
-    assert coefficients(12)[7:] == [_OPTIMAL[-1]] * 5
+    quintics = list_polar_express_quintics(12)
+    assert [list_polar_express_quintics(steps) for steps in (1, 3, 8)] == [quintics[:1], quintics[:3], quintics[:8]]
+    assert quintics[7:] == [_OPTIMAL_QUINTICS[-1]] * 5
     for k, factor in ((0, SAFETY**2), (1, SAFETY), (6, SAFETY)):
-        for value, optimal, power in zip(coefficients(8)[k], _OPTIMAL[k], (1, 3, 5), strict=True):
+        for value, optimal, power in zip(quintics[k], _OPTIMAL_QUINTICS[k], (1, 3, 5), strict=True):
             assert value == pytest.approx(optimal / factor**power)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from muown_train.optim import SOAP, Combined, Lion, Muon, Muown, MuownSign, NorMuon, NorMuown, shard
-from muown_train.optim.core import skip_step as gate
+from muown_train.optim.core import skip_step
 from muown_train.optim.core.matrix import MatrixOptimizer
 from tests.helpers.ranks import on_ranks
 
@@ -79,7 +79,7 @@ def step(optimizer, update, bad):
             p.grad.view(-1)[0 if i == 0 else slice(None)] = math.inf if update % 3 else math.nan
         if (i, update) == (len(SHAPES) - 1, MISSING):
             p.grad = None
-    gate.step_unless(torch.tensor(float(update in bad)), optimizer)
+    skip_step.step_or_skip(optimizer, torch.tensor(float(update in bad)))
 
 
 def run(make, bad, on_device, compiled=False):
@@ -87,7 +87,7 @@ def run(make, bad, on_device, compiled=False):
     if compiled:
         optimizer.compile()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gate, "is_known", lambda skip: not on_device)
+        patch.setattr(skip_step, "can_read_without_sync", lambda skip: not on_device)
         for update in range(STEPS):
             before = copy.deepcopy([p.data for p in of(optimizer)])
             step(optimizer, update, bad)
@@ -108,16 +108,16 @@ def check_same(one, two):
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("case", CASES)
 def test_the_device_does_as_the_host(case, bad):
-    assert gate.heeds_flag(CASES[case]()) == (case in ON_DEVICE)
+    assert skip_step.can_skip_on_device(CASES[case]()) == (case in ON_DEVICE)
     check_same(run(CASES[case], BAD[bad], True), run(CASES[case], BAD[bad], False))
 
 
 def test_it_is_the_device_that_does(monkeypatch):
     """After the first update no flag of an optimizer that heeds it is read."""
     flags = []
-    monkeypatch.setattr(MatrixOptimizer, "_update_batch", lambda self, batch, skip: flags.append(skip))
+    monkeypatch.setattr(MatrixOptimizer, "_step_batch", lambda self, batch, skip: flags.append(skip))
     optimizer = Muown(parameters()[:1])
-    monkeypatch.setattr(gate, "is_known", lambda skip: False)
+    monkeypatch.setattr(skip_step, "can_read_without_sync", lambda skip: False)
     for update in range(4):
         step(optimizer, update, {0, 2})
     assert flags[0] is None and [bool(flag) for flag in flags[1:]] == [True, False]
@@ -139,13 +139,13 @@ def test_compiled(case):
     )
 
 
-def test_portions_cover_all(monkeypatch):
-    monkeypatch.setattr(gate, "MAX_ELEMENTS", 30)
+def test_chunks_cover_all_parameters(monkeypatch):
+    monkeypatch.setattr(skip_step, "MAX_CHUNK_ELEMENTS", 30)
     shapes = [(40,), (10,), (20,), (1,), (29,), ()]
-    assert [[p.numel() for p in part] for part in gate.portions([torch.zeros(s) for s in shapes])] == [
+    assert [[p.numel() for p in part] for part in skip_step.split_into_chunks([torch.zeros(s) for s in shapes])] == [
         [40], [10, 20], [1, 29], [1]
     ]  # fmt: skip
-    assert list(gate.portions([])) == []
+    assert list(skip_step.split_into_chunks([])) == []
     check_same(run(ON_DEVICE["lion"], BAD["middle"], True), run(ON_DEVICE["lion"], BAD["middle"], False))
 
 
@@ -170,10 +170,10 @@ def test_no_step_asks_the_device_for_a_number(kind):
     p.grad = torch.empty_like(p)
     if kind is not Lion:
         with pytest.raises(RuntimeError, match="meta"):  # before the first update the flag is read
-            gate.step_unless(skip, optimizer)
+            skip_step.step_or_skip(optimizer, skip)
         optimizer.state[p]["step"].fill_(1)
     for _ in range(3):
-        gate.step_unless(skip, optimizer)
+        skip_step.step_or_skip(optimizer, skip)
     assert kind is Lion or optimizer.state[p]["step"].is_meta
 
 
@@ -185,13 +185,13 @@ def test_no_step_waits_for_the_gpu(case):
         p.data, p.grad = p.data.cuda(), torch.randn_like(p).cuda()
     for state in optimizer.state.values():
         state.update({key: value if key == "step" else value.cuda() for key, value in state.items()})
-    gate.step_unless(torch.zeros((), device="cuda"), optimizer)
+    skip_step.step_or_skip(optimizer, torch.zeros((), device="cuda"))
     flags = torch.tensor([0.0, 1.0, 0.0], device="cuda")
     before = [p.data.clone() for p in of(optimizer)]
     torch.cuda.set_sync_debug_mode("error")
     try:
         for flag in flags:
-            gate.step_unless(flag, optimizer)
+            skip_step.step_or_skip(optimizer, flag)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not any(torch.equal(p, q) for p, q in zip(of(optimizer), before, strict=True))

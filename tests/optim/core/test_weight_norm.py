@@ -3,8 +3,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muown_train.optim.core.magnitude import MAGNITUDES
-from muown_train.optim.core.weight_norm import direction, recompose, row_norms, split_gradient
+from muown_train.optim.core.weight_norm import (
+    MAGNITUDE_STATE,
+    direction_to_weight,
+    row_norms,
+    split_gradient,
+    step_magnitudes,
+    weight_to_direction,
+)
 
 
 def parts(seed, *shape):
@@ -19,9 +25,9 @@ def parts(seed, *shape):
 @given(st.integers(0, 999), st.integers(1, 6), st.integers(1, 6), st.booleans())
 def test_there_and_back(seed, m, n, batched):
     R, g, r = parts(seed, *((3, m, n) if batched else (m, n)))
-    W = recompose(R, g, r)
+    W = direction_to_weight(R, g, r)
     torch.testing.assert_close(row_norms(W), g.abs())
-    torch.testing.assert_close(direction(W, g, r), R)
+    torch.testing.assert_close(weight_to_direction(W, g, r), R)
 
 
 @settings(max_examples=25, deadline=None)
@@ -32,7 +38,7 @@ def test_split_gradient_is_the_chain_rule(seed, m, n):
     R, g = R.requires_grad_(), g.requires_grad_()
     (torch.diag(g / R.norm(dim=1)) @ R * G).sum().backward()
     with torch.no_grad():
-        grad_g, grad_R = split_gradient(recompose(R, g, r), G, g, r)
+        grad_g, grad_R = split_gradient(direction_to_weight(R, g, r), G, g, r)
     torch.testing.assert_close(grad_g, g.grad)
     torch.testing.assert_close(grad_R, R.grad)
 
@@ -51,11 +57,11 @@ def test_bfloat16_matrices_are_computed_in_float32():
 def test_adam_is_torchs(betas):
     g = torch.nn.Parameter(torch.randn(7))
     reference = torch.optim.Adam([g], lr=0.1, betas=betas)
-    mine, state = g.detach().clone(), {name: torch.zeros(7) for name in MAGNITUDES["adam"].names}
+    mine, state = g.detach().clone(), {name: torch.zeros(7) for name in MAGNITUDE_STATE["adam"]}
     for step in range(1, 6):
         g.grad = torch.randn(7)
         reference.step()
-        mine = MAGNITUDES["adam"].update(mine, g.grad, state, lr=0.1, step=step, betas=betas, eps=1e-8)
+        mine = step_magnitudes("adam", mine, g.grad, state, lr=0.1, step=step, betas=betas, eps=1e-8)
     torch.testing.assert_close(mine, g.detach())
 
 
@@ -63,7 +69,7 @@ def test_signum_and_fixed():
     g, state = torch.tensor([1.0, -2.0, 3.0]), {"magnitude_exp_avg": torch.tensor([0.0, 0.0, -10.0])}
     grad = torch.tensor([5.0, -5.0, 1.0])
     options = {"lr": 0.5, "step": 1, "betas": (0.9, 0.95), "eps": 1e-8}
-    moved = MAGNITUDES["signum"].update(g, grad, state, **options)
+    moved = step_magnitudes("signum", g, grad, state, **options)
     assert moved.tolist() == [0.5, -1.5, 3.5]
     torch.testing.assert_close(state["magnitude_exp_avg"], torch.tensor([0.5, -0.5, -8.9]))
-    assert MAGNITUDES["fixed"].update(g, grad, {}, **options).equal(g)
+    assert step_magnitudes("fixed", g, grad, {}, **options).equal(g)
