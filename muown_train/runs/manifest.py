@@ -51,7 +51,7 @@ def describe(
         initial_weights: metadata of the weights that the run started with, if not from scratch.
     """
     return {
-        "versions": {"python": platform.python_find_version()} | {name: _find_version(name) for name in _PACKAGES},
+        "versions": {"python": platform.python_version()} | {name: _find_version(name) for name in _PACKAGES},
         "git_commit": _find_git_commit(),
         "command": sys.argv[1:],
         "device": get_device_name(world.device),
