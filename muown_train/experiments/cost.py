@@ -6,8 +6,8 @@ import torch
 
 from muown_train.config.budget import compute_batch_rows
 from muown_train.config.schema import parse_config
-from muown_train.experiments.grid import Cell, Experiment
-from muown_train.experiments.progress import Found
+from muown_train.experiments.grid import Grid, GridPoint
+from muown_train.experiments.progress import GridPointStatus
 from muown_train.models.language_model import build_model
 from muown_train.runtime.formatting import format_gib, format_lr
 from muown_train.training.optimizers import build_optimizer
@@ -15,14 +15,14 @@ from muown_train.training.plan import Plan, hours, needed_memory, of_parameters,
 from muown_train.training.schedule import build_schedule
 
 
-def check_runs(cells: Sequence[Cell], ranks: int) -> None:
+def check_runs(points: Sequence[GridPoint], ranks: int) -> None:
     """Make each setting's model (without numbers), schedule and optimizer once, so that what cannot be is said now.
 
     Raises:
         ValueError: it is.
     """
-    for cell, *_ in _alike(cells).values():
-        config = parse_config(cell.config, cell.name)
+    for point, *_ in _alike(points).values():
+        config = parse_config(point.config, point.name)
         compute_batch_rows(config.batch_tokens, config.seq_len, config.micro_batch, ranks)
         with torch.device("meta"):
             model = build_model(config.model, config.seq_len, config.trust)
@@ -30,19 +30,21 @@ def check_runs(cells: Sequence[Cell], ranks: int) -> None:
         build_optimizer(config.optim, model, config.trust)
 
 
-def plans(cells: Sequence[Cell], device: str, ranks: int) -> dict[tuple[str, object], tuple[Plan, list[Cell]]]:
+def plans(
+    points: Sequence[GridPoint], device: str, ranks: int
+) -> dict[tuple[str, object], tuple[Plan, list[GridPoint]]]:
     """A plan for each series (and value of the experiment's further axis), with its runs, whose costs are the same.
 
     Raises:
         ValueError: a setting that cannot be, or a device that is not known.
     """
-    return {key: (planned(list(of[0].overrides), device, ranks), of) for key, of in _alike(cells).items()}
+    return {key: (planned(list(of[0].overrides), device, ranks), of) for key, of in _alike(points).items()}
 
 
-def _alike(cells: Sequence[Cell]) -> dict[tuple[str, object], list[Cell]]:
-    found: dict[tuple[str, object], list[Cell]] = {}
-    for cell in cells:
-        found.setdefault((cell.series.key, cell.value), []).append(cell)
+def _alike(points: Sequence[GridPoint]) -> dict[tuple[str, object], list[GridPoint]]:
+    found: dict[tuple[str, object], list[GridPoint]] = {}
+    for point in points:
+        found.setdefault((point.curve.key, point.value), []).append(point)
     return found
 
 
@@ -52,15 +54,16 @@ def gpu_hours(plan: Plan, mfu: float | None) -> float:
 
 
 def plan_lines(
-    experiment: Experiment, found: Sequence[Found], device: str, ranks: int, mfu: float | None
+    grid: Grid, statuses: Sequence[GridPointStatus], device: str, ranks: int, mfu: float | None
 ) -> Iterator[str]:
     """A paragraph for each setting, and the sum."""
-    wanted = {each.cell for each in found if each.wanted}
+    pending = {each.point for each in statuses if each.needs_training}
     total = left = 0.0
-    for (key, value), (plan, cells) in plans([each.cell for each in found], device, ranks).items():
-        axis = "" if experiment.over is None else f", {experiment.over}={value}"
-        rates, seeds = dict.fromkeys(format_lr(cell.lr) for cell in cells), dict.fromkeys(str(cell.seed) for cell in cells)
-        yield f"{key}{axis}: {_runs(len(cells))}, learning rates {' '.join(rates)}, seeds {' '.join(seeds)}"
+    for (key, value), (plan, points) in plans([each.point for each in statuses], device, ranks).items():
+        axis = "" if grid.over is None else f", {grid.over}={value}"
+        rates = dict.fromkeys(format_lr(point.lr) for point in points)
+        seeds = dict.fromkeys(str(point.seed) for point in points)
+        yield f"{key}{axis}: {_runs(len(points))}, learning rates {' '.join(rates)}, seeds {' '.join(seeds)}"
         yield from (f"  {line}" for line in of_parameters(plan))
         needed = needed_memory(plan)
         memory = f"{format_gib(needed.peak)} GiB of {format_gib(plan.room)}"
@@ -69,12 +72,13 @@ def plan_lines(
         training, evaluating = hours(plan, mfu)
         each = gpu_hours(plan, mfu)
         yield f"  a run: {training:,.2f} hours, evaluations {evaluating:,.2f}; {each:,.1f} GPU hours"
-        total += each * len(cells)
-        left += each * sum(cell in wanted for cell in cells)
+        total += each * len(points)
+        left += each * sum(point in pending for point in points)
     how = "by a roofline (see scripts/plan.py)" if mfu is None else f"at an MFU of {mfu:.0%}"
-    yield f"\n{_runs(len(found))}: {total:,.1f} GPU hours on {ranks} x {device}, {how}; {left:,.1f} of them to be spent"
-    if experiment.gpus and experiment.gpus.paper:
-        yield f"the paper: {experiment.gpus.paper}"
+    spent = f"{total:,.1f} GPU hours on {ranks} x {device}, {how}; {left:,.1f} of them to be spent"
+    yield f"\n{_runs(len(statuses))}: {spent}"
+    if grid.gpus and grid.gpus.paper:
+        yield f"the paper: {grid.gpus.paper}"
 
 
 def _runs(count: int) -> str:

@@ -1,81 +1,119 @@
-"""Runs that wait in SLURM's queue, or train where their locks are not seen: whoever submits again leaves them out.
+"""Runs as an array of SLURM jobs; whoever submits again leaves out those that wait or train already.
 
-OUT/EXPERIMENT/submitted-TIME.txt    the runs of an array of jobs: the words of an element on each line
-OUT/EXPERIMENT/submitted-TIME.job    the number of that job, from when it has been submitted
+    OUT/EXPERIMENT/submitted-TIME.txt    the runs of an array, with the words of an element on each line
+    OUT/EXPERIMENT/submitted-TIME.job    the number of the job, once it has been submitted
 
-torch is not loaded.
+A run may wait in the queue, or train on a machine whose locks are not seen here. This module does not load torch.
 """
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
-from dataclasses import replace as changed
+from dataclasses import replace
 from pathlib import Path
 
-from muown_train.experiments.progress import Found
+from muown_train.experiments.launch import make_overrides
+from muown_train.experiments.progress import GridPointStatus
 from muown_train.runtime.atomic_files import write_atomic
 
-_ASK = ("squeue", "--me", "--noheader", "--array", "--format=%F %K %T")  # job of the array, element, state
-_SECONDS = 60  # for an answer
+_SQUEUE = ("squeue", "--me", "--noheader", "--array", "--format=%F %K %T")  # job of the array, element, state
+_TIMEOUT = 60  # seconds
 
 
-def keep_job(runs: Path, said: str) -> bool:
-    """Write down which job has the runs of a file.
+def submit_runs(statuses: Sequence[GridPointStatus], folder: Path, jobs: int, flags: Sequence[str], root: Path) -> int:
+    """Submit an array of jobs, an element for each run, and print what sbatch says.
 
     Args:
-        runs: submitted-TIME.txt.
-        said: by sbatch: `Submitted batch job 17`, or with --parsable `17`; more words may follow the number.
+        folder: the folder of the experiment's runs.
+        jobs: how many elements may run at a time.
+        flags: words for sbatch.
+        root: the checkout, in which jobs start.
 
     Returns:
-        Whether there is a number in it.
+        The exit status of sbatch.
+
+    Raises:
+        ValueError: there is no sbatch, or this process is not in the checkout.
     """
-    number = re.search(r"\d+", said.strip().rpartition("\n")[2])
+    if shutil.which("sbatch") is None:
+        raise ValueError("action=submit needs sbatch, which is not here: submit from a login node, or action=run")
+    if Path.cwd() != root:
+        raise ValueError(f"call action=submit in {root}: its jobs run there, where relative paths would be others")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"submitted-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    write_atomic(file, "".join(f"{shlex.join(make_overrides(status))}\n" for status in statuses).encode())
+    print(f"{file}: {len(statuses)} runs, at most {jobs} at a time", flush=True)
+    command = [str(root / "slurm" / "sweep.sbatch"), *flags, f"@{file.resolve()}"]
+    environment = os.environ | {"AT_ONCE": str(jobs)}
+    process = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
+    print(process.stdout, end="")
+    if process.returncode == 0 and not record_job(file, process.stdout):
+        print("note: sbatch named no job: a further action=submit will not know of these runs until they begin")
+    return process.returncode
+
+
+def record_job(file: Path, output: str) -> bool:
+    """Write the number of the job that has the runs of a file beside it.
+
+    Args:
+        file: submitted-TIME.txt.
+        output: what sbatch printed: `Submitted batch job 17`, or `17` with --parsable; more words may follow the
+            number.
+
+    Returns:
+        Whether the output contains a number.
+    """
+    number = re.search(r"\d+", output.strip().rpartition("\n")[2])
     if number:
-        write_atomic(runs.with_suffix(".job"), f"{number[0]}\n".encode())
+        write_atomic(file.with_suffix(".job"), f"{number[0]}\n".encode())
     return number is not None
 
 
-def with_queue(found: Sequence[Found], out: str, root: Path) -> list[Found]:
-    """The same, with the state `queued` where a job of ours waits for its turn, `running` where one has begun.
+def mark_queued_runs(statuses: Sequence[GridPointStatus], out: str, root: Path) -> list[GridPointStatus]:
+    """Return the statuses with the state `queued` where a job of this user waits, and `running` where one has begun.
 
-    SLURM is asked only if something was submitted from OUT, and only if it is here.
+    SLURM is asked only if it is here and something was submitted from OUT.
 
     Args:
-        out: folder of all runs.
-        root: where jobs start, and relative paths in their words begin.
+        out: the folder of all runs.
+        root: the folder in which jobs start and relative paths in their words begin.
 
     Raises:
-        ValueError: it does not answer.
+        ValueError: SLURM does not answer.
     """
     files = {path.read_text().strip(): path.with_suffix(".txt") for path in Path(out).glob("*/submitted-*.job")}
-    if not files or shutil.which(_ASK[0]) is None:
-        return list(found)
-    states: dict[Path, str] = {}
+    if not files or shutil.which(_SQUEUE[0]) is None:
+        return list(statuses)
     lines = {number: file.read_text().splitlines() for number, file in files.items() if file.exists()}
-    for number, element, state in _elements():
+    states: dict[Path, str] = {}
+    for number, element, state in _list_elements():
         if element.isdigit() and int(element) < len(lines.get(number, [])):
-            states[_folder(lines[number][int(element)], root)] = "queued" if state == "PENDING" else "running"
+            states[_find_folder(lines[number][int(element)], root)] = "queued" if state == "PENDING" else "running"
     return [
-        changed(each, state=states[place]) if each.wanted and (place := each.folder.resolve()) in states else each
-        for each in found
+        replace(status, state=states[folder])
+        if status.needs_training and (folder := status.folder.resolve()) in states
+        else status
+        for status in statuses
     ]
 
 
-def _elements() -> list[list[str]]:
-    """Of all arrays of this user that wait or run: number of the job, of the element, state."""
+def _list_elements() -> list[list[str]]:
+    """Return job number, element number and state of every element of this user's arrays that waits or runs."""
     try:
-        asked = subprocess.run(_ASK, capture_output=True, text=True, timeout=_SECONDS)
+        process = subprocess.run(_SQUEUE, capture_output=True, text=True, timeout=_TIMEOUT)
     except subprocess.TimeoutExpired:
-        raise ValueError(f"squeue does not answer within {_SECONDS} s: which runs are queued is not known") from None
-    if asked.returncode != 0:
-        reason = " ".join(asked.stderr.split()) or f"exit status {asked.returncode}"
+        raise ValueError(f"squeue does not answer within {_TIMEOUT} s: which runs are queued is not known") from None
+    if process.returncode != 0:
+        reason = " ".join(process.stderr.split()) or f"exit status {process.returncode}"
         raise ValueError(f"squeue does not answer ({reason}): which runs are queued is not known")
-    return [words for line in asked.stdout.splitlines() if len(words := line.split()) == 3]
+    return [words for line in process.stdout.splitlines() if len(words := line.split()) == 3]
 
 
-def _folder(line: str, root: Path) -> Path:
-    """Of a run, by the words that train it."""
-    given = dict(word.split("=", 1) for word in shlex.split(line) if "=" in word)
-    return (root / given["out"] / given["name"]).resolve()
+def _find_folder(line: str, root: Path) -> Path:
+    """Return the folder of the run that the words of a line train."""
+    settings = dict(word.split("=", 1) for word in shlex.split(line) if "=" in word)
+    return (root / settings["out"] / settings["name"]).resolve()

@@ -1,34 +1,29 @@
-"""scripts/compare.py as a user meets it: the numbers in its tables, the lines in its figure, what cannot be."""
+"""`muown-train compare` as a user meets it: the numbers in its tables, the lines in its figure, what cannot be."""
 
 import csv
 import io
 import os
-import runpy
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from muown_train.experiments.compare import compare
+from muown_train.cli.commands import compare as command
+from muown_train.experiments.compare import compare_runs
 from muown_train.experiments.report import curves, style
-from muown_train.experiments.report.tables import Table, csv_text, mean_and_deviation, spanned, with_deviation
+from muown_train.experiments.report.tables import Table, format_csv, format_mean, format_range, mean_and_deviation
 from muown_train.runs.record import read_run
 from muown_train.runtime.formatting import format_count
 from tests.helpers.folders import line, settings, write
-from tests.helpers.paths import ROOT
-
-SCRIPT = ROOT / "scripts" / "compare.py"
+from tests.helpers.paths import COMMAND, ROOT
 
 
 def call(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *words], cwd=cwd, env=environment, capture_output=True, text=True
-    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([*COMMAND, "compare", *words], cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 def ending_in(valid: float, training: float = 3.0) -> list[dict]:
@@ -38,12 +33,12 @@ def ending_in(valid: float, training: float = 3.0) -> list[dict]:
 
 
 def called(monkeypatch, cwd: Path, *words: str) -> object:
-    """Exit status of the command in this process."""
+    """Return the exit status of the command in this process."""
     monkeypatch.chdir(cwd)
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    return ended.value.code
+    try:
+        return command.main(words)
+    except SystemExit as end:
+        return end.code
 
 
 @pytest.fixture
@@ -86,7 +81,7 @@ def test_numbers_of_settings_and_runs(runs, tmp_path):
     assert cells(text, "Muon")[-1] == state
     assert cells(text, "AdamW")[1:4] == ["1", "diverged", "diverged"] and cells(text, "AdamW")[-1] == "diverged"
     assert cells(text, "optim.lr") == ["optim.lr", "0.01", "0.02", "0.01"]
-    assert "diverged, 2 of 4 updates: too [bold]high[/bold]" in text and "running or cut off, 1 of 4 updates" in text
+    assert "diverged, 2 of 4 steps: too [bold]high[/bold]" in text and "running or cut off, 1 of 4 steps" in text
     assert "which leaves out 2 diverged, 1 running" in text
     assert loss in done.stdout and state in done.stdout and "too [bold]high[/bold]" in done.stdout
 
@@ -101,18 +96,20 @@ def test_numbers_of_settings_and_runs(runs, tmp_path):
 def test_runs_without_an_evaluation_and_runs_in_progress(tmp_path):
     write(tmp_path / "a", [line(1, 4.0), line(2, 3.0)], settings(0), "stopped", reason="SIGTERM")
     write(tmp_path / "b", ending_in(3.3)[:2], settings(0, lr=0.5), "running")
-    comparison = compare([read_run(tmp_path / name) for name in "ab"])
-    shown = {row[0]: row for row in comparison.overview().rows}
+    comparison = compare_runs([read_run(tmp_path / name) for name in "ab"])
+    shown = {row[0]: row for row in comparison.make_overview().rows}
     assert shown["lr=0.01"][1:5] == ["1", "—", "—", "—"] and shown["lr=0.5"][2:4] == ["9.0000 so far", "18.00 so far"]
-    assert [row[3:5] for row in comparison.runs().rows] == [["—", "—"], ["9.0000", "0"]]
+    assert [row[3:5] for row in comparison.make_run_table().rows] == [["—", "—"], ["9.0000", "0"]]
     comparison.write(tmp_path / "out")
 
 
 @pytest.mark.parametrize("width", [60, 90, 160])
 def test_a_narrow_terminal_shows_fewer_columns_but_whole_numbers(runs, width):
-    table = compare([read_run(folder) for folder in sorted(runs.iterdir()) if "muown" in folder.name]).overview()
+    table = compare_runs(
+        [read_run(folder) for folder in sorted(runs.iterdir()) if "muown" in folder.name]
+    ).make_overview()
     screen = io.StringIO()
-    Console(file=screen, width=width).print(table.rich(width))
+    Console(file=screen, width=width).print(table.format_rich(width))
     said = screen.getvalue()
     assert "3.1167 ± 0.1258" in said and max(map(len, said.splitlines())) <= width
     assert ("perplexity" in said, "training loss" in said) == (width > 60, width > 90)
@@ -120,11 +117,11 @@ def test_a_narrow_terminal_shows_fewer_columns_but_whole_numbers(runs, width):
 
 def test_a_folder_twice_is_one_run_and_a_seed_twice_is_said(runs):
     again = [read_run(runs / name) for name in ("muown-0", "muown-1", "../runs/muown-0")]
-    comparison = compare(again)
-    assert comparison.overview().rows[0][1] == "2" and comparison.labels == ["muown-0"]
-    assert not any("several runs" in note for note in comparison.notes())
+    comparison = compare_runs(again)
+    assert comparison.make_overview().rows[0][1] == "2" and comparison.labels == ["muown-0"]
+    assert not any("several runs" in note for note in comparison.list_notes())
     twin = read_run(write(runs / "twin", ending_in(3.0), settings(1)))
-    assert any("several runs of seed 1" in note for note in compare([*again, twin]).notes())
+    assert any("several runs of seed 1" in note for note in compare_runs([*again, twin]).list_notes())
 
 
 def test_labels_are_the_fewest_keys_that_tell_apart(tmp_path):
@@ -133,11 +130,11 @@ def test_labels_are_the_fewest_keys_that_tell_apart(tmp_path):
         read_run(write(tmp_path / f"{name}{lr}", [line(1)], settings(_target_=f"x.{name}", lr=lr, rest={"lr": lr})))
         for name, lr in grid
     ]
-    assert sorted(compare(runs).labels) == [f"{name} lr={lr}" for name, lr in grid]
-    assert sorted(compare(runs[:2]).labels) == ["lr=0.1", "lr=0.2"]
-    assert sorted(compare(runs[1:3]).labels) == ["Muon", "Muown"]
+    assert sorted(compare_runs(runs).labels) == [f"{name} lr={lr}" for name, lr in grid]
+    assert sorted(compare_runs(runs[:2]).labels) == ["lr=0.1", "lr=0.2"]
+    assert sorted(compare_runs(runs[1:3]).labels) == ["Muon", "Muown"]
     many = [read_run(write(tmp_path / f"m{i}", [line(1)], settings(lr=i))) for i in range(9)]
-    table = compare(many).differences()
+    table = compare_runs(many).make_differences()
     assert table.head == ["setting", "optim.lr"] and len(table.rows) == 9
 
 
@@ -145,15 +142,15 @@ def test_the_mean_of_curves_is_over_common_steps(tmp_path):
     short = [line(0, valid=5.0), line(2, 1.0, 4.0, time=7.0)]
     long = [line(0, valid=3.0), line(1, 1.0, 9.0), line(2, 1.0, 1.0, time=9.0), line(3, 1.0, 0.5)]
     runs = [read_run(write(tmp_path / str(i), lines, settings(i))) for i, lines in enumerate((short, long))]
-    curve = curves._CURVES["validation"]
-    assert [of.tolist() for of in curves.mean_curve(runs, curve, "time")] == [[0, 8.0], [4.0, 2.5]]
-    assert [of.tolist() for of in curves.mean_curve(runs, curve, "tokens")] == [[0, 200], [4.0, 2.5]]
+    read_loss = curves._LOSSES["validation"]
+    assert [of.tolist() for of in curves.average_losses(runs, read_loss, "time")] == [[0, 8.0], [4.0, 2.5]]
+    assert [of.tolist() for of in curves.average_losses(runs, read_loss, "tokens")] == [[0, 200], [4.0, 2.5]]
 
 
 def test_the_figure_shows_the_numbers(runs, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(style, "save", lambda figure, paths: drawn.append(figure))
-    comparison = compare([read_run(folder) for folder in sorted(runs.iterdir())])
+    monkeypatch.setattr(style, "save_figure", lambda figure, paths: drawn.append(figure))
+    comparison = compare_runs([read_run(folder) for folder in sorted(runs.iterdir())])
     curves.plot_comparison(comparison.groups, comparison.words, [])
     valid, _, training, _ = drawn[0].axes
     means = [each for each in valid.lines if each.get_linewidth() > 1 and len(each.get_xdata())]
@@ -168,25 +165,25 @@ def test_the_figure_shows_the_numbers(runs, tmp_path, monkeypatch):
 
 def test_runs_of_several_machines_are_not_drawn_against_time(runs, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(style, "save", lambda figure, paths: drawn.append(figure))
+    monkeypatch.setattr(style, "save_figure", lambda figure, paths: drawn.append(figure))
     records = [read_run(folder) for folder in sorted(runs.iterdir())]
     records[0].manifest["device"] = "another device"
-    comparison = compare(records)
+    comparison = compare_runs(records)
     curves.plot_comparison(comparison.groups, comparison.words, [])
     assert [axes.get_title() for axes in drawn[0].axes] == ["against tokens", ""]
-    assert any("different machines" in note for note in comparison.notes())
-    assert "different machines" in curves.caption(comparison.groups)
+    assert any("different machines" in note for note in comparison.list_notes())
+    assert "different machines" in curves.format_caption(comparison.groups)
 
 
 def test_budgets_far_apart_are_drawn_on_a_logarithmic_axis(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(style, "save", lambda figure, paths: (figure.canvas.draw(), drawn.append(figure)))
+    monkeypatch.setattr(style, "save_figure", lambda figure, paths: (figure.canvas.draw(), drawn.append(figure)))
     for name, steps in (("short", 5), ("long", 51), ("middle", 50)):
         lines = [line(i, 3 + 1 / i, 3 + 1 / i) for i in range(1, steps + 1)]
         write(tmp_path / name, lines, settings(tokens=f"{steps}$a$"))
     short, middle, long = (read_run(tmp_path / name) for name in ("short", "middle", "long"))
     for runs in ([short, long], [short, middle]):
-        comparison = compare(runs)
+        comparison = compare_runs(runs)
         curves.plot_comparison(comparison.groups, comparison.words, [])
     scales = [axes.get_xscale() for figure in drawn for axes in figure.axes]
     assert scales == ["log"] * 4 + ["linear"] * 4
@@ -199,7 +196,9 @@ def test_budgets_far_apart_are_drawn_on_a_logarithmic_axis(tmp_path, monkeypatch
 def test_many_settings_are_a_table_below_the_axes(tmp_path, monkeypatch, text, shown):
     """Six keys, each alone different from the first run of twelve: no entry of the legend is lost, cut or covered."""
     drawn = []
-    monkeypatch.setattr(style, "save", lambda figure, paths: (figure.draw_without_rendering(), drawn.append(figure)))
+    monkeypatch.setattr(
+        style, "save_figure", lambda figure, paths: (figure.draw_without_rendering(), drawn.append(figure))
+    )
     alone = {
         "_target_": ["x.Muon", "x.AdamW"],
         "lr": [0.0078125, 0.001953125],
@@ -212,7 +211,7 @@ def test_many_settings_are_a_table_below_the_axes(tmp_path, monkeypatch, text, s
     changed = [{}, *({key: value} for key, values in alone.items() for value in values)]
     for i, change in enumerate(changed):
         write(tmp_path / str(i), [line(n, 3 + i / 9, 3 + i / 9) for n in (1, 2, 3)], settings(**(first | change)))
-    comparison = compare([read_run(tmp_path / str(i)) for i in range(len(changed))])
+    comparison = compare_runs([read_run(tmp_path / str(i)) for i in range(len(changed))])
     curves.plot_comparison(comparison.groups, comparison.words, [])
     (figure,) = drawn
     (legend,) = figure.legends
@@ -229,14 +228,14 @@ def test_many_settings_are_a_table_below_the_axes(tmp_path, monkeypatch, text, s
 
 
 def test_values_are_shortened_where_they_stay_apart():
-    assert style.aligned([["Muon", "lr=0.00390625"], ["AdamW", "lr=0.5"]]) == [
+    assert style.align_columns([["Muon", "lr=0.00390625"], ["AdamW", "lr=0.5"]]) == [
         "       lr",
         "Muon   0.00391",
         "AdamW  0.5",
     ]
-    assert style.aligned([["lr=0.12345"], ["lr=0.12346"]])[1:] == ["0.12345", "0.12346"]
+    assert style.align_columns([["lr=0.12345"], ["lr=0.12346"]])[1:] == ["0.12345", "0.12346"]
     ends_alike = [f"{i}{'x' * 30}" for i in range(2)]
-    assert style.aligned([[f"path={value}"] for value in ends_alike])[1:] == ends_alike
+    assert style.align_columns([[f"path={value}"] for value in ends_alike])[1:] == ends_alike
 
 
 def test_one_run_is_a_picture(tmp_path):
@@ -247,11 +246,11 @@ def test_one_run_is_a_picture(tmp_path):
 
 def test_lines_look_different():
     for labels in (range(28), [i % 7 for i in range(28)], ["a"] * 20, [f"muown {i}" for i in range(28)]):
-        looks = [tuple(look.values()) for look in style.of_lines([str(label) for label in labels])]
+        looks = [tuple(look.values()) for look in style.choose_styles([str(label) for label in labels])]
         assert len(set(looks)) == len(looks)
 
     def colours(*labels):
-        return [look["color"] for look in style.of_lines(labels)]
+        return [look["color"] for look in style.choose_styles(labels)]
 
     assert colours("a", "b", "a 2") == [style.BLUE, style.VERMILLION, style.BLUE]
     assert colours("Muon, weight decay 0", "of", "Muown") == [style.VERMILLION, style.GREEN, style.BLUE]
@@ -261,14 +260,16 @@ def test_lines_look_different():
 
 def test_cells():
     assert mean_and_deviation([1.0, 2.0, 4.0]) == pytest.approx((7 / 3, statistics.stdev([1.0, 2.0, 4.0])))
-    assert [with_deviation(values, 2) for values in ([], [1.005e3], [1.0, 2.0])] == ["—", "1005.00", "1.50 ± 0.71"]
-    assert [spanned(values, ",d") for values in ([], [None, 5], [1000, 7])] == ["—", "5", "7 to 1,000"]
-    assert Table("T", ["a", "b"], [["x|y", "1"]]).markdown() == "## T\n\n| a | b |\n| --- | ---: |\n| x\\|y | 1 |\n"
-    assert csv_text([{"a": 'x,"y"', "b": None}]) == 'a,b\n"x,""y""",\n'
+    assert [format_mean(values, 2) for values in ([], [1.005e3], [1.0, 2.0])] == ["—", "1005.00", "1.50 ± 0.71"]
+    assert [format_range(values, ",d") for values in ([], [None, 5], [1000, 7])] == ["—", "5", "7 to 1,000"]
+    assert (
+        Table("T", ["a", "b"], [["x|y", "1"]]).format_markdown() == "## T\n\n| a | b |\n| --- | ---: |\n| x\\|y | 1 |\n"
+    )
+    assert format_csv([{"a": 'x,"y"', "b": None}]) == 'a,b\n"x,""y""",\n'
     assert [format_count(n) for n in (0, 500, 79872, 2.5e6, 999.4e6, 999_817_216, 1e10)] == [
         "0", "500", "79.9k", "2.5M", "999M", "1B", "10B"
     ]  # fmt: skip
-    assert [style.time_unit(s)[1] for s in (30, 300, 8000)] == ["seconds", "minutes", "hours"]
+    assert [style.choose_time_unit(s)[1] for s in (30, 300, 8000)] == ["seconds", "minutes", "hours"]
 
 
 @pytest.mark.parametrize(

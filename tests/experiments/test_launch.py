@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from muown_train.experiments import launch
-from muown_train.experiments.grid import load_experiment
+from muown_train.experiments.grid import load_grid
 from muown_train.experiments.launch import Launcher, Task
-from muown_train.experiments.progress import progress
+from muown_train.experiments.progress import read_progress
 from tests.helpers.folders import line, write
 from tests.helpers.runs import wait_until
 
@@ -39,10 +39,15 @@ def test_runs_side_by_side_have_gpus_of_their_own(tmp_path, monkeypatch, given, 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if given:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    experiment = load_experiment("500m_magnitude", "tiny").part(1)
-    found = progress(experiment, experiment.cells(), str(tmp_path))
+    grid = load_grid("500m_magnitude", "tiny").select(1)
+    found = read_progress(grid, grid.expand(), str(tmp_path))
     said: list[str] = []
-    assert Launcher(tmp_path / "logs", 2, 2, 4, say=said.append).run([launch.training(each, 2) for each in found]) == 0
+    assert (
+        Launcher(tmp_path / "logs", 2, 2, 4, say=said.append).run(
+            [launch.make_training_task(each, 2) for each in found]
+        )
+        == 0
+    )
     assert [env["CUDA_VISIBLE_DEVICES"] for _, env in started] == [
         ",".join(names[:2]),
         ",".join(names[2:]),
@@ -78,7 +83,7 @@ def test_a_setting_that_cannot_be_is_said_once(tmp_path):
         tasks = [Task(name, name, each, "begins", str, str) for name, each in zip("abc", commands, strict=True)]
         return Launcher(tmp_path, 1, 1, 0, say=said.append).run(tasks), sum("  begins" in line for line in said)
 
-    assert run(refused, well, well) == (1, 1) and any(line.startswith("2 more are not begun") for line in said)
+    assert run(refused, well, well) == (1, 1) and any(line.startswith("2 more are not started") for line in said)
     assert run(well, refused, well) == (1, 3)
 
 
@@ -169,11 +174,12 @@ def test_a_second_ctrl_c_ends_the_ranks_too(tmp_path, monkeypatch):
 def test_a_run_that_fails_while_it_is_stopped_is_said_to(tmp_path, monkeypatch, state, claims):
     """Such as when the disk is full."""
     monkeypatch.chdir(tmp_path)
-    experiment = load_experiment("500m_magnitude", "tiny").part(1)
-    (found, *_) = progress(experiment, experiment.cells(), str(tmp_path / "runs"))
+    grid = load_grid("500m_magnitude", "tiny").select(1)
+    (found, *_) = read_progress(grid, grid.expand(), str(tmp_path / "runs"))
     program = "import pathlib, signal, sys, time; signal.signal(15, lambda *_: sys.exit('no space left')); "
     task = replace(
-        launch.training(found), command=[sys.executable, "-c", f"{program}pathlib.Path('up').touch(); time.sleep(60)"]
+        launch.make_training_task(found),
+        command=[sys.executable, "-c", f"{program}pathlib.Path('up').touch(); time.sleep(60)"],
     )
     if state:
         found.folder.mkdir(parents=True)
@@ -191,19 +197,19 @@ def test_a_run_that_fails_while_it_is_stopped_is_said_to(tmp_path, monkeypatch, 
 
 def test_a_run_with_many_probes_says_how_far_it_is(tmp_path):
     """The last line of metrics.jsonl may be longer than what is read of its end."""
-    experiment = load_experiment("500m_magnitude", "tiny").part(1)
-    (cell, *_) = experiment.cells()
+    grid = load_grid("500m_magnitude", "tiny").select(1)
+    (point, *_) = grid.expand()
     many = {f"spectral/matrix_{i}": 1.0 for i in range(5000)}
     lines = [line(0), line(1, 5.0), line(2, 4.0, valid=4.5) | many]
-    write(tmp_path / experiment.folder / cell.name, lines, dict(cell.config), "finished", steps=2)
-    (found, *_) = progress(experiment, [cell], str(tmp_path))
-    assert launch.training(found).at() == "step 2/2  validation loss 4.5000"
+    write(tmp_path / grid.folder / point.name, lines, dict(point.config), "finished", steps=2)
+    (found, *_) = read_progress(grid, [point], str(tmp_path))
+    assert launch.make_training_task(found).get_progress() == "step 2/2  validation loss 4.5000"
 
 
 def test_a_run_that_another_process_has_begun_meanwhile_is_left_to_it(tmp_path):
-    experiment = load_experiment("500m_magnitude", "tiny").part(1)
-    tasks = [launch.training(each) for each in progress(experiment, experiment.cells(), str(tmp_path / "runs"))]
-    folder = tmp_path / "runs" / experiment.folder / tasks[0].log
+    grid = load_grid("500m_magnitude", "tiny").select(1)
+    tasks = [launch.make_training_task(each) for each in read_progress(grid, grid.expand(), str(tmp_path / "runs"))]
+    folder = tmp_path / "runs" / grid.folder / tasks[0].log
     folder.mkdir(parents=True)
     said: list[str] = []
     with (folder / ".lock").open("w") as file:
@@ -214,7 +220,7 @@ def test_a_run_that_another_process_has_begun_meanwhile_is_left_to_it(tmp_path):
 
 
 def test_a_line_of_a_file_of_runs_is_words():
-    experiment = load_experiment("500m_magnitude", "tiny").part(1)
-    found = progress(experiment, experiment.cells(["data=files", "data.train='a b/*.txt'"]), "of runs")
+    grid = load_grid("500m_magnitude", "tiny").select(1)
+    found = read_progress(grid, grid.expand(["data=files", "data.train='a b/*.txt'"]), "of runs")
     for each in found:
-        assert shlex.split(launch.line_of(each)) == launch.words(each)
+        assert shlex.split(shlex.join(launch.make_overrides(each))) == launch.make_overrides(each)

@@ -1,17 +1,13 @@
-"""The significance rule with numbers, and scripts/significance.py as a user meets it."""
+"""The significance rule with numbers, and `muown-train significance` as a user meets it."""
 
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from muown_train.experiments.significance import judge
-from tests.helpers.paths import ROOT
-
-SCRIPT = ROOT / "scripts" / "significance.py"
+from muown_train.cli.commands import significance as command
+from muown_train.experiments.significance import judge_losses
 
 
 @pytest.mark.parametrize(
@@ -27,16 +23,16 @@ SCRIPT = ROOT / "scripts" / "significance.py"
     ],
 )
 def test_the_rule(losses, passes, needed):
-    verdict = judge(losses)
+    verdict = judge_losses(losses)
     assert (verdict.passes, verdict.needed, verdict.n) == (passes, needed, len(losses))
     assert verdict.statistic == pytest.approx((3.28 - sum(losses) / len(losses)) * len(losses) ** 0.5)
-    assert judge([loss + 1 for loss in losses], 4.28).passes == passes
+    assert judge_losses([loss + 1 for loss in losses], 4.28).passes == passes
 
 
 def test_as_many_runs_as_are_said_to_be_needed_pass():
     for loss in (3.2799, 3.2795, 3.2791, 3.2772, 3.2761, 3.27, 1.0):
-        needed = judge([loss]).needed
-        assert judge([loss] * needed).passes and (needed == 1 or not judge([loss] * (needed - 1)).passes)
+        needed = judge_losses([loss]).needed
+        assert judge_losses([loss] * needed).passes and (needed == 1 or not judge_losses([loss] * (needed - 1)).passes)
 
 
 @pytest.fixture
@@ -58,13 +54,15 @@ def run(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def said(monkeypatch, capsys):
+def said(capsys):
     def call(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["significance.py", *words])
-        with pytest.raises(SystemExit) as end:
-            runpy.run_path(str(SCRIPT), run_name="__main__")
+        status = 0
+        try:
+            command.main(words)
+        except SystemExit as end:
+            status = end.code
         captured = capsys.readouterr()
-        return end.value.code or 0, captured.out + captured.err
+        return status, captured.out + captured.err
 
     return call
 

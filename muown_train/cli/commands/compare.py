@@ -1,76 +1,99 @@
-"""Runs side by side: `python scripts/compare.py runs/*`.
+"""Put runs side by side: `muown-train compare runs/*`.
 
-Runs that differ in the seed alone, or in what changes no result (such as name, tracking, workers, shard_optimizer),
-are one line, with mean and standard deviation. Prints final numbers (as many columns as fit) and what differs in the
-configurations, and writes
+Runs that differ only in the seed, or in settings that change no result (such as name, tracking, workers or
+shard_optimizer), share a line with mean and standard deviation. The command prints final numbers (as many columns as
+fit) and the settings that differ, and writes
 
     compare.md    the same, and every run
     compare.csv   a line for each run, unrounded
-    compare.png   validation and training loss against tokens and time; compare.pdf
+    compare.png   validation and training loss against tokens and time; also as compare.pdf
 
-Runs may still be training; nothing in their folders is changed. What is no run's folder is passed over.
+Runs may still be training; nothing in their folders is changed. Paths that are no run's folder are passed over.
 """
 
+import argparse
 import glob
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from muown_train.cli.errors import CommandParser, report_errors
-
-
-def folders(words: list[str]) -> list[Path]:
-    """The paths that words name; one with * ? [ that is no path itself is a pattern.
-
-    Raises:
-        ValueError: nothing is there.
-    """
-    found = []
-    for word in words:
-        paths = [word] if Path(word).exists() else sorted(glob.glob(word))
-        if not paths:
-            raise ValueError(f"there is no folder {word}: give those of runs, such as runs/NAME or 'runs/*'")
-        found += map(Path, paths)
-    return found
+from muown_train.experiments.compare import MAX_SIDE_BY_SIDE, Comparison, compare_runs, describe_state
+from muown_train.runs.record import NoRun, RunRecord, read_run
 
 
 def main(words: Sequence[str]) -> None:
-    parser = CommandParser(__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs, or patterns of them")
-    parser.add_argument("--out", type=Path, default=Path("compare"), metavar="DIR", help="(default compare)")
-    arguments = parser.parse_args(words)
+    """Run the command with the words that follow its name."""
+    arguments = parse_arguments(words)
     with report_errors([]):
-        from rich.console import Console
-
-        from muown_train.experiments.compare import compare, told
-        from muown_train.runs.record import NoRun, read_run
-
-        runs, faults = [], []
-        for folder in folders(arguments.runs):
-            try:
-                run = read_run(folder)
-            except NoRun as error:
-                faults.append(str(error))
-                continue
-            if run.columns:
-                runs.append(run)
-            else:
-                faults.append(f"{folder} has no lines in metrics.jsonl: it has not begun, or holds weights alone")
-        if not runs:
-            raise ValueError(faults[0])
-        for fault in faults:
-            print(f"passed over: {fault}", file=sys.stderr)
+        runs = read_runs(find_paths(arguments.runs))
         arguments.out.mkdir(parents=True, exist_ok=True)
-        comparison = compare(runs)
-        console = Console(width=None if sys.stdout.isatty() else 160)
-        console.print(comparison.overview().rich(console.width))
-        if comparison.differing and len(comparison.groups) <= 6:
-            console.print(comparison.differences().rich(console.width))
-        elif comparison.differing:
-            print(f"what differs: {arguments.out}/compare.md")
-        for run in runs:
-            if run.state != "finished":
-                print(f"{run.name}: {told(run)}")
-        print("\n".join(comparison.notes()))
+        comparison = compare_runs(runs)
+        print_comparison(comparison, runs, arguments.out)
         written = comparison.write(arguments.out)
     print(f"{arguments.out}: {', '.join(path.name for path in written)}")
+
+
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the words that follow the command's name."""
+    parser = CommandParser(__doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs, or patterns of them")
+    parser.add_argument(
+        "--out", type=Path, default=Path("compare"), metavar="DIR", help="folder of what is written (default compare)"
+    )
+    return parser.parse_args(words)
+
+
+def find_paths(words: Iterable[str]) -> list[Path]:
+    """Return the paths that words name; a word with * ? [ that is no path itself is a pattern.
+
+    Raises:
+        ValueError: there is no such path.
+    """
+    paths: list[Path] = []
+    for word in words:
+        matches = [word] if Path(word).exists() else sorted(glob.glob(word))
+        if not matches:
+            raise ValueError(f"there is no folder {word}: give those of runs, such as runs/NAME or 'runs/*'")
+        paths += map(Path, matches)
+    return paths
+
+
+def read_runs(paths: Iterable[Path]) -> list[RunRecord]:
+    """Return the runs in folders, and print which paths are passed over.
+
+    Raises:
+        ValueError: none of them is a run that has begun.
+    """
+    runs, faults = [], []
+    for path in paths:
+        try:
+            run = read_run(path)
+        except NoRun as error:
+            faults.append(str(error))
+            continue
+        if run.columns:
+            runs.append(run)
+        else:
+            faults.append(f"{path} has no lines in metrics.jsonl: it has not begun, or holds weights alone")
+    if not runs:
+        raise ValueError(faults[0])
+    for fault in faults:
+        print(f"passed over: {fault}", file=sys.stderr)
+    return runs
+
+
+def print_comparison(comparison: Comparison, runs: Iterable[RunRecord], out: Path) -> None:
+    """Print the tables that fit on a terminal, the runs that have not finished, and notes."""
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(comparison.make_overview().format_rich(console.width))
+    if comparison.differing and len(comparison.groups) <= MAX_SIDE_BY_SIDE:
+        console.print(comparison.make_differences().format_rich(console.width))
+    elif comparison.differing:
+        print(f"what differs: {out}/compare.md")
+    for run in runs:
+        if run.state != "finished":
+            print(f"{run.name}: {describe_state(run)}")
+    print("\n".join(comparison.list_notes()))

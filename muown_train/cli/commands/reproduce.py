@@ -1,61 +1,74 @@
-"""An experiment of the paper: `python scripts/reproduce.py experiment=500m_multiseed` lists its runs and their states.
+"""Reproduce an experiment of the paper: `muown-train reproduce experiment=500m_multiseed` lists its runs.
 
-    action       list (default; starts nothing), plan, run, submit, report, archive
-    out          folder of all runs (runs); those of an experiment are in OUT/EXPERIMENT or OUT/EXPERIMENT-SCALE
-    scale        tiny (seconds a run) or small (minutes): the same experiment with small models, on data=stdlib
-    points       so many of each grid of learning rates, evenly spread
-    seeds        so many of the seeds
-    series       some of the settings compared, such as series=muown_wd0,muon_wd0
-    jobs         runs at a time (run: 1, their threads share the cores; submit: 8)
-    ranks        processes of each run, on a GPU each (run: 1; plan: as the experiment's file says)
-    device, mfu  of a plan: such as H100-80GB; a known MFU in place of the roofline
+    action       list (the default, which starts nothing), plan, run, submit, report, archive
+    out          folder of all runs (runs); those of an experiment lie in OUT/EXPERIMENT or OUT/EXPERIMENT-SCALE
+    scale        tiny (seconds per run) or small (minutes): the same experiment with small models, on data=stdlib
+    points       number of learning rates of each grid, evenly spread
+    seeds        number of seeds
+    series       some of the settings that are compared, such as series=muown_wd0,muon_wd0
+    jobs         number of runs at a time (run: 1, and their threads share the cores; submit: 8)
+    ranks        processes of each run, with a GPU each (run: 1; plan: as the experiment's file says)
+    device, mfu  of a plan: a GPU, such as H100-80GB; a known MFU in place of the estimate
     page         of a report: a page that shows it, such as docs/results.md, to be brought up to date
     KEY=VALUE    anything else is a setting for every run, such as data.path=DIR or paper_exact=true
 
-run     trains here what is missing, goes on with what was cut off, and measures checkpoints where the experiment asks
-        for it; Ctrl-C stops all, saved
-submit  does so as a SLURM array (slurm/sweep.sbatch); words with dashes go to sbatch: --nodes=2 --partition=gpu
-        what such jobs have in the queue already is left out
+run     trains the missing runs here, goes on with those that were cut off, and measures checkpoints where the
+        experiment asks for it; Ctrl-C stops all of them, saved
+submit  submits these runs as a SLURM array (slurm/sweep.sbatch of the checkout), without those that wait in the queue
+        already; words with dashes go to sbatch, such as --nodes=2 --partition=gpu
 report  writes OUT/EXPERIMENT/report: table.md, table.csv, table.tex, figure.png, figure.pdf
-archive copies what is done or diverged to docs/results/runs, without weights and without places of this machine
+archive copies runs that are done or diverged to the archives of the checkout, docs/results/runs, without weights and
+        without the places of this machine
 
-A run counts if its settings are those of the experiment, wherever under OUT or docs/results/runs it lies. Exit status:
-0; 1 a run failed; 2 a setting that cannot be; 130 interrupted.
+A run counts if its settings are those of the experiment, wherever it lies under OUT or in the archives. The exit status
+is 0; 1 if a run failed; 2 for a setting that cannot be; 130 if interrupted.
 """
 
-import os
-import shlex
-import shutil
-import subprocess
 import sys
-import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from muown_train.experiments.grid import Experiment
-    from muown_train.experiments.progress import Found
+from muown_train.cli.errors import report_errors
+from muown_train.config.checks import check_int, is_number
+from muown_train.config.compose import CONFIG_DIR
+from muown_train.config.overrides import check_overrides, parse_overrides
+from muown_train.experiments.archive import archive_experiment, list_kept_places
+from muown_train.experiments.grid import Grid, list_grids, load_grid
+from muown_train.experiments.launch import STOPPED, Launcher, make_measuring_task, make_training_task
+from muown_train.experiments.progress import GridPointStatus, describe_damage, read_progress, summarize
+from muown_train.experiments.report.page import check_page, fill_page
+from muown_train.experiments.report.results import build_report
+from muown_train.experiments.report.write import ReportWriter
+from muown_train.experiments.slurm_queue import mark_queued_runs, submit_runs
+from muown_train.runtime.suggest import suggest_nearest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = CONFIG_DIR.parent  # the checkout, or the installed package where there is no checkout
 ARCHIVE = ROOT / "docs" / "results" / "runs"
-ACTIONS = ("list", "plan", "run", "submit", "report", "archive")
-DEFAULTS: dict[str, Any] = {
-    "experiment": None,
-    "action": "list",
-    "out": "runs",
-    "scale": None,
-    "points": None,
-    "seeds": None,
-    "series": None,
-    "jobs": None,
-    "ranks": None,
-    "device": None,
-    "mfu": None,
-    "page": None,
-}
-ONLY = {  # of the keys those that are for some actions
+
+
+@dataclass
+class Request:
+    """The command's own keys, the settings for every run, and the words for sbatch."""
+
+    experiment: str | None = None
+    action: str = "list"
+    out: str = "runs"
+    scale: str | None = None
+    points: int | None = None
+    seeds: int | None = None
+    series: list[str] | None = None
+    jobs: int | None = None
+    ranks: int | None = None
+    device: str | None = None
+    mfu: float | None = None
+    page: str | None = None
+    overrides: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+
+
+KEYS = [field.name for field in fields(Request) if field.name not in ("overrides", "flags")]
+_ONLY_FOR = {  # the actions that some keys are for
     "jobs": ("run", "submit"),
     "ranks": ("run", "plan"),
     "device": ("plan",),
@@ -64,235 +77,219 @@ ONLY = {  # of the keys those that are for some actions
 }
 
 
-def settings(words: list[str]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Our own keys, checked; the overrides for every run; the words for sbatch."""
-    from muown_train.config.checks import check_int, is_number
-    from muown_train.config.overrides import check_overrides, parse_overrides
-    from muown_train.runtime.suggest import suggest_nearest
-
-    flags = [word for word in words if word.startswith("-")]
-    words = [word for word in words if not word.startswith("-")]
-    own, further = dict(DEFAULTS), []
-    check_overrides([word for word in words if not word.startswith("experiment=")])  # which are more than ours
-    for word, override in zip(words, parse_overrides(words), strict=True):
-        if override.key_or_group == "series":
-            own["series"] = word.partition("=")[2].strip("[]").split(",")
-        elif override.is_sweep_override():
-            raise ValueError(f"{word} is several values: the grid is the experiment's, others are one for all runs")
-        elif override.key_or_group in DEFAULTS:
-            own[override.key_or_group] = override.value()
+def main(words: Sequence[str]) -> int:
+    """Run the command with the words that follow its name."""
+    words = remove_dashes(words)
+    if not words or {"-h", "--help"} & set(words):
+        print_help()
+        return 0
+    with report_errors([word for word in words if not word.startswith("-")]):
+        request = parse_request(words)
+        grid = load_grid(str(request.experiment), request.scale)
+        grid = grid.select(request.points, request.seeds, request.series)
+        points = grid.expand(request.overrides)
+        if request.page:
+            check_page(Path(request.page), grid.folder)
+        if request.action == "archive":
+            statuses = read_progress(grid, points, request.out)
         else:
-            further.append(word)
-    if own["action"] not in ACTIONS:
-        near = suggest_nearest(str(own["action"]), ACTIONS)
-        raise ValueError(f"there is no action={own['action']}{near}; there are {', '.join(ACTIONS)}")
-    for key, actions in ONLY.items():
-        if own[key] is not None and own["action"] not in (*actions, "list"):
-            hint = "; for submit sbatch's flags say it, such as --nodes=2" * (
-                key == "ranks" and own["action"] == "submit"
-            )
-            raise ValueError(f"{key}={own[key]} is for {' and '.join(f'action={name}' for name in actions)}{hint}")
-    if flags and own["action"] != "submit":
-        raise ValueError(f"{flags[0]} is for sbatch, with action=submit; settings are key=value without dashes")
-    for key in ("jobs", "points", "seeds", "ranks"):
-        if own[key] is not None:
-            own[key] = check_int(key, own[key], 1)
-    if own["mfu"] is not None and not (is_number(own["mfu"]) and 0 < own["mfu"] <= 1):
-        raise ValueError(f"mfu={own['mfu']} must be above 0 and at most 1")
-    own["out"] = str(own["out"])
-    if not own["out"] or (Path(own["out"]).exists() and not Path(own["out"]).is_dir()):
-        raise ValueError(f"out={own['out']} must be a folder, there or not")
-    return own, further, flags
+            statuses = _mark_queued(read_progress(grid, points, request.out, ARCHIVE), request)
+        if request.action != "list":
+            for sentence in describe_damage(statuses):
+                print(f"note: {sentence}", file=sys.stderr)
+        return ACTIONS[request.action](grid, statuses, request)
 
 
-def without_dashes(words: list[str]) -> list[str]:
-    """`--scale tiny` and `--scale=tiny` as `scale=tiny`, and so for our other keys."""
+def print_help() -> None:
+    """Print what the command does, and the experiments."""
+    print(__doc__)
+    grids = list_grids()
+    width = max(map(len, grids))
+    print("\n".join(f"experiment={name:<{width}}  {sentence}" for name, sentence in grids.items()))
+
+
+def remove_dashes(words: Sequence[str]) -> list[str]:
+    """Turn `--scale tiny` and `--scale=tiny` into `scale=tiny`, and so for the other keys of this command."""
     plain: list[str] = []
     for word in words:
-        if plain and plain[-1].startswith("--") and plain[-1][2:] in DEFAULTS:
+        if plain and plain[-1].startswith("--") and plain[-1][2:] in KEYS:
             plain[-1] = f"{plain[-1][2:]}={word}"
         else:
             key, equals, _ = word.partition("=")
-            plain.append(word[2:] if equals and key.startswith("--") and key[2:] in DEFAULTS else word)
+            plain.append(word[2:] if equals and key.startswith("--") and key[2:] in KEYS else word)
     return plain
 
 
-def plan(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) -> int:
+def parse_request(words: Sequence[str]) -> Request:
+    """Return what the words of the command line ask for.
+
+    Raises:
+        ValueError, HydraException: a word cannot be read, or a value cannot be.
+    """
+    flags = [word for word in words if word.startswith("-")]
+    words = [word for word in words if not word.startswith("-")]
+    request, overrides = Request(), []
+    # experiment= is left out: Hydra would refuse an experiment that only the grid's error explains
+    check_overrides([word for word in words if not word.startswith("experiment=")])
+    for word, override in zip(words, parse_overrides(words), strict=True):
+        if override.key_or_group == "series":
+            request.series = word.partition("=")[2].strip("[]").split(",")
+        elif override.is_sweep_override():
+            raise ValueError(f"{word} is several values: the grid is the experiment's, others are one for all runs")
+        elif override.key_or_group in KEYS:
+            setattr(request, override.key_or_group, override.value())
+        else:
+            overrides.append(word)
+    request.overrides, request.flags = tuple(overrides), tuple(flags)
+    _check_request(request)
+    return request
+
+
+def _check_request(request: Request) -> None:
+    if request.action not in ACTIONS:
+        near = suggest_nearest(request.action, ACTIONS)
+        raise ValueError(f"there is no action={request.action}{near}; there are {', '.join(ACTIONS)}")
+    for key, actions in _ONLY_FOR.items():
+        value = getattr(request, key)
+        if value is not None and request.action not in (*actions, "list"):
+            is_nodes = key == "ranks" and request.action == "submit"
+            hint = "; for submit sbatch's flags say it, such as --nodes=2" * is_nodes
+            raise ValueError(f"{key}={value} is for {' and '.join(f'action={name}' for name in actions)}{hint}")
+    if request.flags and request.action != "submit":
+        raise ValueError(f"{request.flags[0]} is for sbatch, with action=submit; settings are key=value without dashes")
+    for key in ("jobs", "points", "seeds", "ranks"):
+        if getattr(request, key) is not None:
+            setattr(request, key, check_int(key, getattr(request, key), 1))
+    if request.mfu is not None and not (is_number(request.mfu) and 0 < request.mfu <= 1):
+        raise ValueError(f"mfu={request.mfu} must be above 0 and at most 1")
+    request.out = str(request.out)
+    if not request.out or (Path(request.out).exists() and not Path(request.out).is_dir()):
+        raise ValueError(f"out={request.out} must be a folder, there or not")
+    request.page = None if request.page is None else str(request.page)
+    if request.experiment is None:
+        meant = "".join(suggest_nearest(word.partition("=")[0], ["experiment"]) for word in request.overrides)
+        raise ValueError(f"experiment is not set{meant}: there are {', '.join(list_grids())}")
+    if request.action in ("submit", "archive") and not (ROOT / "slurm" / "sweep.sbatch").exists():
+        raise ValueError(
+            f"action={request.action} needs a clone of the repository, since slurm/ and docs/ are in no wheel: "
+            "clone it, install it with pip install -e, and call the command there"
+        )
+
+
+def _mark_queued(statuses: list[GridPointStatus], request: Request) -> list[GridPointStatus]:
+    """Return the statuses with what SLURM's queue says; an action that only looks does without it."""
+    try:
+        return mark_queued_runs(statuses, request.out, ROOT)
+    except ValueError as error:
+        if request.action in ("run", "submit"):
+            raise
+        print(f"note: {error}", file=sys.stderr)
+        return statuses
+
+
+def list_runs(grid: Grid, statuses: list[GridPointStatus], request: Request) -> int:
+    """Print a line for each run."""
+    print(f"{grid.name}: {grid.sentence}")
+    width = max(len(status.point.name) for status in statuses)
+    print("\n".join(status.format_line(width) for status in statuses))
+    if archived := sum(status.run is not None and status.folder.is_relative_to(ARCHIVE) for status in statuses):
+        print(f"{archived} of them are kept in {ARCHIVE}")
+    print(summarize(statuses))
+    return 0
+
+
+def plan(grid: Grid, statuses: list[GridPointStatus], request: Request) -> int:
     """Print what the runs cost."""
     from muown_train.experiments.cost import plan_lines
 
-    gpus = experiment.gpus
-    device = own["device"] or (gpus and gpus.device)
+    device = request.device or (grid.gpus.device if grid.gpus else None)
     if device is None:
-        raise ValueError(f"experiment={experiment.name} is for a CPU: a plan needs device=, such as device=H100-80GB")
-    ranks = own["ranks"] or (1 if experiment.scale or not gpus else gpus.ranks)
-    for line in plan_lines(experiment, found, device, ranks, own["mfu"]):
+        raise ValueError(f"experiment={grid.name} is for a CPU: a plan needs device=, such as device=H100-80GB")
+    ranks = request.ranks or (1 if grid.scale or not grid.gpus else grid.gpus.ranks)
+    for line in plan_lines(grid, statuses, device, ranks, request.mfu):
         print(line, flush=True)
     return 0
 
 
-def run(experiment: "Experiment", found: "list[Found]", own: dict[str, Any]) -> int:
+def run(grid: Grid, statuses: list[GridPointStatus], request: Request) -> int:
     """Train what is missing, and measure what is done."""
-    from muown_train.experiments.launch import STOPPED, Launcher, Task, python, training
-    from muown_train.experiments.progress import progress, summary
-
-    wanted = [each for each in found if each.wanted]
-    print(summary(found))
-    if not wanted:
-        elsewhere = sum(each.state == "running" for each in found)
+    pending = [status for status in statuses if status.needs_training]
+    print(summarize(statuses))
+    if not pending:
+        elsewhere = sum(status.state == "running" for status in statuses)
         print("nothing to train" + f": {elsewhere} in training by another process" * bool(elsewhere))
-        if not experiment.measure:
+        if not grid.measure:
             return 0
     import torch
 
     from muown_train.experiments.cost import check_runs
 
-    ranks = own["ranks"] or 1
-    check_runs([each.cell for each in wanted], ranks)  # an error now, not in the runs' logs
-    logs = Path(own["out"]) / experiment.folder / "logs"
-    launcher = Launcher(logs, own["jobs"] or 1, ranks, torch.cuda.device_count())
-    status = launcher.run([training(each, ranks) for each in wanted]) if wanted else 0
-    if status == STOPPED or not experiment.measure:
-        return status
-    found = progress(experiment, [each.cell for each in found], own["out"], ARCHIVE)
-    ended = [each for each in found if each.state == "done"]
-    done = [each for each in ended if (each.folder / "checkpoints").exists()]
-    measures = [shlex.split(each) for each in experiment.measure]
-    files = [f"analysis/{kind}.jsonl" for kind, *_ in measures]
-    measured = [each for each in ended if all(each.run and each.run.read_lines(file) for file in files)]
-    if bare := [each for each in ended if each not in done and each not in measured]:
-        print(f"not measured, since no checkpoints are kept: {', '.join(str(each.folder) for each in bare)}")
-    tasks = []
-    for kind, *rest in measures:
-        for each in done:  # what has been measured is not measured again
-            program = [*python(ranks), str(ROOT / "scripts" / "analyze.py"), kind, str(each.folder), *rest]
-            log = f"{each.folder.name}-{kind}"
-            tasks.append(Task(each.cell.name, log, program, kind, partial(str, kind), partial(str, f"{kind} measured")))
-    return max(status, launcher.run(tasks))
+    ranks = request.ranks or 1
+    check_runs([status.point for status in pending], ranks)  # an error is shown now, and not in the logs of the runs
+    logs = Path(request.out) / grid.folder / "logs"
+    launcher = Launcher(logs, request.jobs or 1, ranks, torch.cuda.device_count())
+    exit_status = launcher.run([make_training_task(status, ranks) for status in pending]) if pending else 0
+    if exit_status == STOPPED or not grid.measure:
+        return exit_status
+    statuses = read_progress(grid, [status.point for status in statuses], request.out, ARCHIVE)
+    done = [status for status in statuses if status.state == "done"]
+    kept = [status for status in done if (status.folder / "checkpoints").exists()]
+    lost = [str(status.folder) for status in done if status not in kept and not _is_measured(status, grid.measure)]
+    if lost:
+        print(f"not measured, since no checkpoints are kept: {', '.join(lost)}")
+    tasks = [make_measuring_task(status, measure, ranks) for measure in grid.measure for status in kept]
+    return max(exit_status, launcher.run(tasks))
 
 
-def submit(experiment: "Experiment", found: "list[Found]", own: dict[str, Any], flags: list[str]) -> int:
-    """Give what is missing to SLURM, an element of an array for each run."""
-    from muown_train.experiments.launch import line_of
-    from muown_train.experiments.progress import summary
-    from muown_train.experiments.slurm_queue import keep_job
-    from muown_train.runtime.atomic_files import write_atomic
+def _is_measured(status: GridPointStatus, measures: Sequence[str]) -> bool:
+    kinds = [measure.split()[0] for measure in measures]
+    return status.run is not None and all(status.run.read_lines(f"analysis/{kind}.jsonl") for kind in kinds)
 
-    wanted = [each for each in found if each.wanted]
-    print(summary(found))
-    if not wanted:
+
+def submit(grid: Grid, statuses: list[GridPointStatus], request: Request) -> int:
+    """Submit what is missing to SLURM, with an element of an array for each run."""
+    pending = [status for status in statuses if status.needs_training]
+    print(summarize(statuses))
+    if not pending:
         print("nothing to submit")
         return 0
-    from muown_train.experiments.cost import check_runs  # which loads torch
+    from muown_train.experiments.cost import check_runs  # loads torch, which takes seconds
 
-    check_runs([each.cell for each in wanted], 1)
-    if shutil.which("sbatch") is None:
-        raise ValueError("action=submit needs sbatch, which is not here: submit from a login node, or action=run")
-    if Path.cwd() != ROOT:
-        raise ValueError(f"call action=submit in {ROOT}: its jobs run there, where relative paths would be others")
-    jobs, folder = own["jobs"] or 8, Path(own["out"]) / experiment.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    runs = folder / f"submitted-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-    write_atomic(runs, "".join(f"{line_of(each)}\n" for each in wanted).encode())
-    print(f"{runs}: {len(wanted)} runs, at most {jobs} at a time", flush=True)
-    environment = os.environ | {"AT_ONCE": str(jobs)}
-    sweep = str(ROOT / "slurm" / "sweep.sbatch")
-    words = [sweep, *flags, f"@{runs.resolve()}"]
-    done = subprocess.run(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    print(done.stdout, end="")
-    if done.returncode == 0 and not keep_job(runs, done.stdout):
-        print("note: sbatch named no job: a further action=submit will not know of these runs until they begin")
-    return done.returncode
+    check_runs([status.point for status in pending], 1)
+    return submit_runs(pending, Path(request.out) / grid.folder, request.jobs or 8, request.flags, ROOT)
 
 
-def archive(experiment: "Experiment", found: "list[Found]") -> int:
-    """Copy what is done or diverged to where reports find it without OUT."""
-    from muown_train.experiments.archive import archive_experiment, list_kept_places
-    from muown_train.experiments.progress import summary
+def report(grid: Grid, statuses: list[GridPointStatus], request: Request) -> int:
+    """Write the tables and figures, and bring a page up to date that shows them."""
+    writer = ReportWriter(build_report(grid, statuses, request.overrides))
+    files = writer.write(Path(request.out) / grid.folder / "report")
+    print("\n".join(table.format_markdown() for table in writer.tables))
+    print("\n".join(writer.notes()))
+    print(f"{files[0].parent}: {', '.join(path.name for path in files)}")
+    if request.page:
+        print(f"{request.page}: {fill_page(Path(request.page), grid.folder, writer.format_body(4), files)}")
+    return 0
 
-    print(summary(found))
-    if not any(each.state in ("done", "diverged") for each in found):
+
+def archive(grid: Grid, statuses: list[GridPointStatus], request: Request) -> int:
+    """Copy what is done or diverged to the archives, where reports find it without OUT."""
+    print(summarize(statuses))
+    if not any(status.state in ("done", "diverged") for status in statuses):
         print("nothing to archive")
-    width, stay = max(len(each.folder.name) for each in found), dict[str, None]()
-    for each, done in archive_experiment(experiment, found, ARCHIVE):
-        print(f"{each.folder.name:<{width}}  {done}", flush=True)
-        stay |= dict.fromkeys(list_kept_places(each.folder))
-    for setting in stay:
+    width, places = max(len(status.folder.name) for status in statuses), dict[str, None]()
+    for status, outcome in archive_experiment(grid, statuses, ARCHIVE):
+        print(f"{status.folder.name:<{width}}  {outcome}", flush=True)
+        places |= dict.fromkeys(list_kept_places(status.folder))
+    for setting in places:
         print(f"note: {setting} is archived with its place on this machine, since it defines the runs")
     return 0
 
 
-def queued(found: "list[Found]", own: dict[str, Any]) -> "list[Found]":
-    """What the queue says of them; what only looks goes on without it."""
-    from muown_train.experiments.slurm_queue import with_queue
-
-    try:
-        return with_queue(found, own["out"], ROOT)
-    except ValueError as error:
-        if own["action"] in ("run", "submit"):
-            raise
-        print(f"note: {error}", file=sys.stderr)
-        return found
-
-
-def main(words: Sequence[str]) -> int:
-    words = without_dashes(list(words))
-    if not words or {"-h", "--help"} & set(words):
-        from muown_train.experiments.grid import names
-
-        print(__doc__)
-        known = names()
-        width = max(map(len, known))
-        print("\n".join(f"experiment={name:<{width}}  {sentence}" for name, sentence in known.items()))
-        return 0
-    from muown_train.cli.errors import report_errors
-
-    with report_errors([word for word in words if not word.startswith("-")]):
-        from muown_train.experiments.grid import load_experiment, names
-        from muown_train.experiments.progress import damages, progress, summary
-        from muown_train.experiments.report.page import check_page
-        from muown_train.runtime.suggest import suggest_nearest
-
-        own, further, flags = settings(words)
-        if own["experiment"] is None:
-            meant = "".join(suggest_nearest(word.partition("=")[0], ["experiment"]) for word in further)
-            raise ValueError(f"experiment is not set{meant}: there are {', '.join(names())}")
-        experiment = load_experiment(str(own["experiment"]), own["scale"])
-        experiment = experiment.part(own["points"], own["seeds"], own["series"])
-        cells = experiment.cells(further)
-        if own["page"]:
-            check_page(Path(str(own["page"])), experiment.folder)
-        if own["action"] == "archive":
-            found = progress(experiment, cells, own["out"])
-        else:
-            found = queued(progress(experiment, cells, own["out"], ARCHIVE), own)
-        if own["action"] != "list":
-            for sentence in damages(found):
-                print(f"note: {sentence}", file=sys.stderr)
-        if own["action"] == "archive":
-            return archive(experiment, found)
-        if own["action"] == "plan":
-            return plan(experiment, found, own)
-        if own["action"] == "run":
-            return run(experiment, found, own)
-        if own["action"] == "submit":
-            return submit(experiment, found, own, flags)
-        if own["action"] == "report":
-            from muown_train.experiments.report.page import fill
-            from muown_train.experiments.report.results import report
-
-            made = report(experiment, found, further)
-            paths = made.write(Path(own["out"]) / experiment.folder / "report")
-            print("\n".join(table.markdown() for table in made.tables))
-            print("\n".join(made.notes()))
-            print(f"{paths[0].parent}: {', '.join(path.name for path in paths)}")
-            if own["page"]:
-                print(f"{own['page']}: {fill(Path(str(own['page'])), experiment.folder, made.body(4), paths)}")
-            return 0
-        print(f"{experiment.name}: {experiment.sentence}")
-        width = max(len(each.cell.name) for each in found)
-        print("\n".join(each.line(width) for each in found))
-        if kept := sum(each.run is not None and each.folder.is_relative_to(ARCHIVE) for each in found):
-            print(f"{kept} of them are kept in {ARCHIVE}")
-        print(summary(found))
-    return 0
+ACTIONS: dict[str, Callable[[Grid, list[GridPointStatus], Request], int]] = {
+    "list": list_runs,
+    "plan": plan,
+    "run": run,
+    "submit": submit,
+    "report": report,
+    "archive": archive,
+}

@@ -1,47 +1,65 @@
-"""Whether runs are below a validation loss for certain: `python scripts/significance.py runs/a-seed=0 runs/a-seed=1`.
+"""Test whether runs are below a validation loss: `muown-train significance runs/a-seed=0 runs/a-seed=1`.
 
-The rule of Track 3 of modded-nanogpt, (3.28 - mean) sqrt(n) >= 0.004, over finished runs that differ in their seed
-alone. Give all that were made: those left out would make it worthless. Exit status 0 whether it passes or not.
+The rule is that of Track 3 of modded-nanogpt, (3.28 - mean) sqrt(n) >= 0.004, over finished runs that differ only in
+their seed. Give all runs that were made: leaving some out would make the test worthless. The exit status is 0 whether
+the runs pass or not.
 """
 
+import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from muown_train.cli.errors import CommandParser, report_errors
-from muown_train.experiments.significance import MARGIN, TARGET, Verdict, common_step, evaluations, finished, judge
+from muown_train.experiments.significance import (
+    MARGIN,
+    TARGET,
+    Verdict,
+    find_common_step,
+    get_valid_losses,
+    judge_losses,
+    read_finished_run,
+)
 from muown_train.runs.record import RunRecord
 
 
-def table(runs: Sequence[RunRecord], losses: Sequence[float], step: int) -> Iterator[str]:
+def main(words: Sequence[str]) -> None:
+    """Run the command with the words that follow its name."""
+    arguments = parse_arguments(words)
+    with report_errors([]):
+        if not 0 < arguments.target < float("inf"):
+            raise ValueError(f"--target {arguments.target:g} must be a loss above 0")
+        runs = [read_finished_run(folder) for folder in arguments.runs]
+        step = find_common_step(runs, arguments.step)
+    losses = [get_valid_losses(run)[step] for run in runs]
+    verdict = judge_losses(losses, arguments.target)
+    print("\n".join([*format_losses(runs, losses, step), *format_verdict(verdict, arguments.target)]))
+
+
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the words that follow the command's name."""
+    parser = CommandParser(__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
+    parser.add_argument("--target", type=float, default=TARGET, help=f"validation loss to be below (default {TARGET})")
+    parser.add_argument("--step", type=int, help="step at which all runs are compared (default: the last)")
+    return parser.parse_args(words)
+
+
+def format_losses(runs: Sequence[RunRecord], losses: Sequence[float], step: int) -> Iterator[str]:
+    """Yield the lines of a table of runs."""
     width = max(len(str(run.folder)) for run in runs)
     yield f"{'run':<{width}}  {'step':>7}  {'seed':>6}  validation loss"
     for run, loss in zip(runs, losses, strict=True):
         yield f"{run.folder!s:<{width}}  {step:>7,}  {run.seed!s:>6}  {loss:>15.5f}"
 
 
-def conclusion(verdict: Verdict, target: float) -> Iterator[str]:
+def format_verdict(verdict: Verdict, target: float) -> Iterator[str]:
+    """Yield the lines that say whether the runs pass, and if not, how many would."""
     yield f"mean {verdict.mean:.5f} of n = {verdict.n}"
-    how = f">= {MARGIN}: passes" if verdict.passes else f"< {MARGIN}: fails"
-    yield f"({target:g} - mean) sqrt(n) = {verdict.statistic:.5f} {how}"
+    outcome = f">= {MARGIN}: passes" if verdict.passes else f"< {MARGIN}: fails"
+    yield f"({target:g} - mean) sqrt(n) = {verdict.statistic:.5f} {outcome}"
     if verdict.passes:
         return
     if verdict.needed is None:
         yield f"the mean is not below {target:g}: no number of runs would pass with it"
     else:
         yield f"with this mean {verdict.needed:,} runs would pass, {verdict.needed - verdict.n:,} more"
-
-
-def main(words: Sequence[str]) -> None:
-    parser = CommandParser(__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
-    parser.add_argument("--target", type=float, default=TARGET, help=f"validation loss to be below (default {TARGET})")
-    parser.add_argument("--step", type=int, help="updates after which all are compared (default: the last)")
-    arguments = parser.parse_args(words)
-    with report_errors([]):
-        if not 0 < arguments.target < float("inf"):
-            raise ValueError(f"--target {arguments.target:g} must be a loss above 0")
-        runs = [finished(folder) for folder in arguments.runs]
-        step = common_step(runs, arguments.step)
-    losses = [evaluations(run)[step] for run in runs]
-    verdict = judge(losses, arguments.target)
-    print("\n".join([*table(runs, losses, step), *conclusion(verdict, arguments.target)]))

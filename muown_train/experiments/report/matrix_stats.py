@@ -1,23 +1,20 @@
-"""What was measured of runs besides losses: by probes in them, and by scripts/analyze.py of their checkpoints.
+"""Numbers of matrices that were measured besides losses: by probes in runs, and by `muown-train analyze` afterwards.
 
-A number's name is MATRIX/QUANTITY, where a matrix is such as `blocks.3.attention.qkv.weight:0`. torch is not loaded.
+A number's name is MATRIX/QUANTITY, where a matrix is named such as `blocks.3.attention.qkv.weight:0`. This module does
+not load torch.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from muown_train.runs.record import RunRecord, Series
-from muown_train.runtime.formatting import format_lr
 
-if TYPE_CHECKING:
-    from muown_train.experiments.report.results import Report
-
-_KINDS = {  # as a figure names matrices that all layers have
+PROBES = ("spectral", "effective_rank", "gradient_noise")  # those whose numbers reports show
+_KINDS = {  # names that figures have for the matrices of every layer
     "attention.q": "query",
     "attention.k": "key",
     "attention.v": "value",
@@ -28,26 +25,26 @@ _KINDS = {  # as a figure names matrices that all layers have
 }
 
 
-class OfMatrix(NamedTuple):
+class MatrixQuantity(NamedTuple):
     """A number that is measured of every matrix."""
 
     key: str
     title: str
     symbol: str = ""
-    of: Callable[[np.ndarray], np.ndarray] = np.asarray  # what is shown of it
+    transform: Callable[[np.ndarray], np.ndarray] = np.asarray  # from what is stored to what is shown
 
 
 SPECTRAL = (  # the factors of Proposition 1
-    OfMatrix("spectral_norm", "spectral norm", r"$\|W\|_{S_\infty}$"),
-    OfMatrix("max_row_norm", "largest row norm", r"$\|g\|_\infty$"),
-    OfMatrix("coherence", "root of the coherence", r"$\sqrt{\lambda_{\max}(PCP)}$", np.sqrt),
+    MatrixQuantity("spectral_norm", "spectral norm", r"$\|W\|_{S_\infty}$"),
+    MatrixQuantity("max_row_norm", "largest row norm", r"$\|g\|_\infty$"),
+    MatrixQuantity("coherence", "root of the coherence", r"$\sqrt{\lambda_{\max}(PCP)}$", np.sqrt),
 )
-NEGATIVE = OfMatrix("negative", "share of negative magnitudes")  # Muown's alone
-RANK = OfMatrix("", "normalised effective rank")
+NEGATIVE = MatrixQuantity("negative", "share of negative magnitudes")  # only Muown has magnitudes
+RANK = MatrixQuantity("", "normalised effective rank")
 
 
-class Place(NamedTuple):
-    """Where a matrix is."""
+class MatrixPlace(NamedTuple):
+    """The place of a matrix in a model."""
 
     kind: str
     layer: int | None
@@ -55,7 +52,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Spread:
-    """A number of several matrices and runs at each step that any of them has."""
+    """Quantiles of a number over several matrices and runs, at each step that any of them has."""
 
     steps: np.ndarray  # (S,)
     quantiles: np.ndarray  # (5, S): least, lower quartile, median, upper quartile, largest
@@ -67,85 +64,76 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What was measured of all runs of a setting: of each by name the steps and the values."""
+class MatrixStats:
+    """The numbers that were measured in the runs of a setting: for each run the steps and the values by name."""
 
     label: str
     runs: Sequence[Mapping[str, Series]]
 
     @cached_property
-    def by_quantity(self) -> dict[str, list[tuple[Place, Series]]]:
-        """The numbers of matrices of all runs."""
-        found: dict[str, list[tuple[Place, Series]]] = {}
+    def by_quantity(self) -> dict[str, list[tuple[MatrixPlace, Series]]]:
+        """The numbers of single matrices in all runs."""
+        by_quantity: dict[str, list[tuple[MatrixPlace, Series]]] = {}
         for run in self.runs:
             for name, series in run.items():
-                if is_matrix(name):
-                    found.setdefault(name.partition("/")[2], []).append((place_of(name), series))
-        return found
+                if is_of_matrix(name):
+                    by_quantity.setdefault(name.partition("/")[2], []).append((locate_matrix(name), series))
+        return by_quantity
 
-    def kinds(self) -> list[str]:
-        """Of the matrices, in their order in the model."""
-        return list(dict.fromkeys(place.kind for found in self.by_quantity.values() for place, _ in found))
+    @property
+    def places(self) -> Iterable[MatrixPlace]:
+        """The places of all matrices, in their order in the model, with repetitions."""
+        return (place for numbers in self.by_quantity.values() for place, _ in numbers)
 
-    def layers(self) -> list[int]:
-        """Of the model."""
-        layers = {place.layer for found in self.by_quantity.values() for place, _ in found}
-        return sorted(layer for layer in layers if layer is not None)
+    def spread(self, quantity: str | MatrixQuantity, kind: str | None = None, layer: int | None = None) -> Spread:
+        """Return the spread of a number over the matrices of a kind (or all), of a layer (or all), and over runs.
 
-    def spread(self, quantity: str | OfMatrix, kind: str | None = None, layer: int | None = None) -> Spread:
-        """Of matrices of a kind, or of all; of a layer, or of all; of all runs. Numbers that are none do not count."""
-        key, _, _, of = OfMatrix(quantity, "") if isinstance(quantity, str) else quantity
+        Values that are not finite do not count.
+        """
+        key, _, _, transform = MatrixQuantity(quantity, "") if isinstance(quantity, str) else quantity
         by_step: dict[float, list[float]] = {}
         for place, (steps, values) in self.by_quantity.get(key, []):
             if kind in (None, place.kind) and layer in (None, place.layer):
-                for step, value in zip(steps.tolist(), of(values).tolist(), strict=True):
+                for step, value in zip(steps.tolist(), transform(values).tolist(), strict=True):
                     if np.isfinite(value):
                         by_step.setdefault(step, []).append(value)
         steps = np.array(sorted(by_step))
-        found = [np.quantile(by_step[step], (0, 0.25, 0.5, 0.75, 1)) for step in steps]
-        return Spread(steps, np.array(found).reshape(-1, 5).T)
+        quantiles = [np.quantile(by_step[step], (0, 0.25, 0.5, 0.75, 1)) for step in steps]
+        return Spread(steps, np.array(quantiles).reshape(-1, 5).T)
 
     def singular_values(self, kind: str, layer: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Singular values at the last step: part of them that are smaller (Q,), from 0 to 1, and the values (Q,).
+        """Return the singular values at the last step: the share of smaller ones (Q,), 0 to 1, and the values (Q,).
 
-        Of several layers and runs the medians. Both are empty where quantiles were not measured.
+        They are medians over layers and runs. Both are empty where quantiles were not measured.
         """
-        found: dict[float, float] = {}
+        values: dict[float, float] = {}
         prefix = "singular_value/"
-        for what in self.by_quantity:
-            if what.startswith(prefix):
-                spread = self.spread(what, kind, layer)
+        for quantity in self.by_quantity:
+            if quantity.startswith(prefix):
+                spread = self.spread(quantity, kind, layer)
                 if len(spread.steps):
-                    found[float(what.removeprefix(prefix))] = float(spread.median[-1])
-        parts = sorted(found)
-        return np.array(parts), np.array([found[part] for part in parts])
+                    values[float(quantity.removeprefix(prefix))] = float(spread.median[-1])
+        shares = sorted(values)
+        return np.array(shares), np.array([values[share] for share in shares])
 
 
-def lines_of(report: "Report") -> list[Measured]:
-    """Of each setting what the probe of an experiment measured in its runs that are done; others are left out."""
-    names = dict(report.columns())
-    rates = Counter((result.series.key, result.value) for result in report.results)
-    lines = []
-    for result in report.results:
-        runs = [found for run in result.done if (found := measured(run, report.experiment.report))]
-        if runs:
-            key = result.series.key, result.value
-            lines.append(Measured(names[key] + (f", lr {format_lr(result.lr)}" if rates[key] > 1 else ""), runs))
-    return lines
+def list_kinds(stats: Sequence[MatrixStats]) -> list[str]:
+    """Return the kinds of matrices of all models, in their order there."""
+    return list(dict.fromkeys(place.kind for each in stats for place in each.places))
 
 
-def all_layers(lines: Sequence[Measured]) -> list[int]:
-    """Of all models."""
-    return sorted({layer for line in lines for layer in line.layers()})
+def list_layers(stats: Sequence[MatrixStats]) -> list[int]:
+    """Return the numbers of the layers of all models."""
+    return sorted({place.layer for each in stats for place in each.places if place.layer is not None})
 
 
-def is_matrix(name: str) -> bool:
-    """Whether a number is that of a matrix, and not one over all of them."""
+def is_of_matrix(name: str) -> bool:
+    """Return whether a number is that of a single matrix."""
     return "." in name.partition("/")[0]
 
 
-def place_of(name: str) -> Place:
-    """The kind and the layer of a matrix; the blocks of a fused one are named by their letters, as q, k, v of qkv."""
+def locate_matrix(name: str) -> MatrixPlace:
+    """Return the place of a matrix; blocks of a fused matrix are named by their letters, such as q, k and v of qkv."""
     matrix, _, block = name.partition("/")[0].partition(":")
     parts = matrix.removesuffix(".weight").split(".")
     layer = next((int(part) for part in parts if part.isdigit()), None)
@@ -154,29 +142,25 @@ def place_of(name: str) -> Place:
         last = words[-1]
         words[-1] = last[int(block)] if last == "qkv" else f"{last}:{block}"
     kind = ".".join(words)
-    return Place(_KINDS.get(kind, kind), layer)
+    return MatrixPlace(_KINDS.get(kind, kind), layer)
 
 
-def measured(run: RunRecord, probe: str) -> dict[str, Series]:
-    """All numbers of a probe by name; of a step that both have those that were measured later count: they may be exact.
+def read_probe(run: RunRecord, probe: str) -> dict[str, Series]:
+    """Return all numbers of a probe by name.
 
-    Args:
-        probe: such as spectral, of metrics.jsonl (SPECTRAL/MATRIX/QUANTITY) or RUN/analysis/SPECTRAL.jsonl.
+    They are in metrics.jsonl as PROBE/MATRIX/QUANTITY and in RUN/analysis/PROBE.jsonl. Where both have a step, the
+    latter counts: it was measured later and may be exact.
     """
     points: dict[str, dict[float, float]] = {}
     for key in run.columns:
         if key.startswith(f"{probe}/"):
             steps, values = run.series(key)
             points[key.removeprefix(f"{probe}/")] = dict(zip(steps.tolist(), values.tolist(), strict=True))
-    for line in _analysed(run, probe):
+    for line in run.read_lines(f"analysis/{probe}.jsonl"):
         for name, value in line.items():
-            if is_matrix(name) and isinstance(value, int | float):
+            if is_of_matrix(name) and isinstance(value, int | float):
                 points.setdefault(name, {})[line["step"]] = value
     return {
-        name: (np.array(sorted(found)), np.array([found[step] for step in sorted(found)]))
-        for name, found in points.items()
+        name: (np.array(sorted(by_step)), np.array([by_step[step] for step in sorted(by_step)]))
+        for name, by_step in points.items()
     }
-
-
-def _analysed(run: RunRecord, probe: str) -> Iterable[Mapping[str, float]]:
-    return run.read_lines(f"analysis/{probe}.jsonl")

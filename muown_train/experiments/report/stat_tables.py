@@ -2,95 +2,94 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from muown_train.experiments.report.matrix_stats import NEGATIVE, RANK, SPECTRAL, Measured, OfMatrix, Spread
+from muown_train.experiments.report.matrix_stats import (
+    NEGATIVE,
+    RANK,
+    SPECTRAL,
+    MatrixQuantity,
+    MatrixStats,
+    Spread,
+    list_kinds,
+)
+from muown_train.experiments.report.results import Report
 from muown_train.experiments.report.tables import Table
 from muown_train.runs.record import ABSENT
 
-if TYPE_CHECKING:
-    from muown_train.experiments.report.results import Report
 
+def make_spectral_tables(report: Report) -> list[Table]:
+    """Return for each kind of matrix the factors of Proposition 1 at the end of training, and their growth."""
 
-def spectral_tables(report: "Report") -> list[Table]:
-    """Of each kind of matrix what the factors of Proposition 1 have come to, and how much they grew."""
-
-    def cell(quantity: OfMatrix, line: Measured, kind: str) -> str:
-        values = line.spread(quantity, kind).median
+    def format_growth(quantity: MatrixQuantity, stats: MatrixStats, kind: str) -> str:
+        values = stats.spread(quantity, kind).median
         if not len(values):
             return ABSENT
-        return _three(values[-1]) + (f" (×{values[-1] / values[0]:.2f})" if values[0] else "")
+        return _format_number(values[-1]) + (f" (×{values[-1] / values[0]:.2f})" if values[0] else "")
 
-    def turned(line: Measured, kind: str) -> str:
-        found = line.spread(NEGATIVE, kind)
-        if not len(found.steps):
+    def format_negative(stats: MatrixStats, kind: str) -> str:
+        spread = stats.spread(NEGATIVE, kind)
+        if not len(spread.steps):
             return ABSENT
-        return f"{found.median[-1]:.1%} [{found.quantiles[0, -1]:.1%}, {found.quantiles[-1, -1]:.1%}]"
+        return f"{spread.median[-1]:.1%} [{spread.quantiles[0, -1]:.1%}, {spread.quantiles[-1, -1]:.1%}]"
 
-    muown = [line for line in report.measured if NEGATIVE.key in line.by_quantity]
-    tables = [
-        _by_kind(
-            f"{quantity.title.capitalize()}: median over layers at the end, and its growth",
-            report.measured,
-            partial(cell, quantity),
-        )
-        for quantity in SPECTRAL
-    ]
-    if muown:
-        tables.append(_by_kind(f"{NEGATIVE.title.capitalize()}: median over layers at the end [span]", muown, turned))
+    tables = []
+    for quantity in SPECTRAL:
+        title = f"{quantity.title.capitalize()}: median over layers at the end, and its growth"
+        tables.append(_make_kind_table(title, report.stats, partial(format_growth, quantity)))
+    if muown := [stats for stats in report.stats if NEGATIVE.key in stats.by_quantity]:
+        title = f"{NEGATIVE.title.capitalize()}: median over layers at the end [span]"
+        tables.append(_make_kind_table(title, muown, format_negative))
     return tables
 
 
-def rank_tables(report: "Report") -> list[Table]:
-    """Of each kind of matrix the effective rank of its gradients, averaged over training."""
+def make_rank_tables(report: Report) -> list[Table]:
+    """Return for each kind of matrix the effective rank of its gradients, averaged over training."""
 
-    def cell(line: Measured, kind: str) -> str:
-        values = line.spread(RANK, kind).median
+    def format_rank(stats: MatrixStats, kind: str) -> str:
+        values = stats.spread(RANK, kind).median
         return f"{values.mean():.3f}" if len(values) else ABSENT
 
-    return [_by_kind(f"{RANK.title.capitalize()}: median over layers, mean over training", report.measured, cell)]
+    title = f"{RANK.title.capitalize()}: median over layers, mean over training"
+    return [_make_kind_table(title, report.stats, format_rank)]
 
 
-def noise_tables(report: "Report") -> list[Table]:
-    """At each checkpoint the noise terms and their ratio, over matrices."""
+def make_noise_tables(report: Report) -> list[Table]:
+    """Return the noise terms and their ratio at each checkpoint, over matrices."""
     names = {"muon": "Muon's term", "muown": "Muown's term", "muon/muown": "Muon's / Muown's"}
-    found = {
-        f"{names[key]} along {line.label}": spread
-        for line in report.measured
+    columns = {
+        f"{names[key]} along {stats.label}": spread
+        for stats in report.stats
         for key in names
-        if len((spread := line.spread(key)).steps)
+        if len((spread := stats.spread(key)).steps)
     }
-    steps = sorted({step for spread in found.values() for step in spread.steps.tolist()})
-    rows = [[f"{step:,.0f}", *(_quartiles(spread, step) for spread in found.values())] for step in steps]
-    return [Table("Gradient noise: median over matrices [quartiles]", ["update", *found], rows)]
+    steps = sorted({step for spread in columns.values() for step in spread.steps.tolist()})
+    rows = [[f"{step:,.0f}", *(_format_quartiles(spread, step) for spread in columns.values())] for step in steps]
+    return [Table("Gradient noise: median over matrices [quartiles]", ["step", *columns], rows)]
 
 
-def _quartiles(spread: Spread, step: float) -> str:
-    at = np.flatnonzero(spread.steps == step)
-    if not len(at):
+def _make_kind_table(title: str, stats: Sequence[MatrixStats], format_cell: Callable[[MatrixStats, str], str]) -> Table:
+    """Return a table with kinds of matrices down and settings across."""
+    head = ["matrix", *(each.label for each in stats)]
+    return Table(title, head, [[kind, *(format_cell(each, kind) for each in stats)] for kind in list_kinds(stats)])
+
+
+def _format_quartiles(spread: Spread, step: float) -> str:
+    index = np.flatnonzero(spread.steps == step)
+    if not len(index):
         return ABSENT
-    low, median, high = spread.quantiles[1:4, at[0]]
-    return f"{_three(median)} [{_three(low)}, {_three(high)}]"
+    low, median, high = spread.quantiles[1:4, index[0]]
+    return f"{_format_number(median)} [{_format_number(low)}, {_format_number(high)}]"
 
 
-def _three(value: float) -> str:
-    """Three digits, zeros among them: 0.190, 1.80, 16.0."""
+def _format_number(value: float) -> str:
+    """Return a number with three digits, zeros among them: 0.190, 1.80, 16.0."""
     return f"{value:#.3g}".rstrip(".")
 
 
-def _by_kind(title: str, lines: Sequence[Measured], cell: Callable[[Measured, str], str]) -> Table:
-    kinds = dict.fromkeys(kind for line in lines for kind in line.kinds())
-    return Table(
-        title,
-        ["matrix", *(line.label for line in lines)],
-        [[kind, *(cell(line, kind) for line in lines)] for kind in kinds],
-    )
-
-
-TABLES: dict[str, Callable[["Report"], list[Table]]] = {
-    "spectral": spectral_tables,
-    "effective_rank": rank_tables,
-    "gradient_noise": noise_tables,
+TABLES: dict[str, Callable[[Report], list[Table]]] = {
+    "spectral": make_spectral_tables,
+    "effective_rank": make_rank_tables,
+    "gradient_noise": make_noise_tables,
 }

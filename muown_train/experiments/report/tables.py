@@ -1,4 +1,4 @@
-"""Tables of numbers as text: for the terminal, Markdown, CSV and LaTeX."""
+"""Tables of numbers as text: for a terminal, Markdown, CSV and LaTeX."""
 
 import csv
 import io
@@ -24,21 +24,21 @@ class Table:
     rows: Sequence[Sequence[str]]
     spare: Sequence[str] = ()  # columns that a narrow terminal does without, the first of them first
 
-    def markdown(self, level: int = 2) -> str:
-        """A heading of that level and the table."""
+    def format_markdown(self, level: int = 2) -> str:
+        """Return a heading of that level and the table."""
         lines = [self.head, ["---"] + ["---:"] * (len(self.head) - 1), *self.rows]
         body = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
         return f"{'#' * level} {self.title}\n\n{body}\n"
 
-    def latex(self) -> str:
-        """A tabular of the package booktabs, the title in a comment above."""
-        lines = [" & ".join(map(tex, line)) + r" \\" for line in (self.head, *self.rows)]
+    def format_latex(self) -> str:
+        """Return a tabular of the package booktabs, with the title in a comment above."""
+        lines = [" & ".join(map(escape_latex, line)) + r" \\" for line in (self.head, *self.rows)]
         columns = "l" + "r" * (len(self.head) - 1)
         body = "\n".join([lines[0], r"\midrule", *lines[1:]])
         return f"% {self.title}\n\\begin{{tabular}}{{{columns}}}\n\\toprule\n{body}\n\\bottomrule\n\\end{{tabular}}\n"
 
-    def rich(self, width: int) -> "RichTable":
-        """For a terminal of so many columns; where it is too narrow all the same text folds."""
+    def format_rich(self, width: int) -> "RichTable":
+        """Return the table for a terminal of `width` columns; where it is still too wide, its text is folded."""
         from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
@@ -52,12 +52,12 @@ class Table:
             table.add_column(Text(name), justify="right" if i else "left", overflow="fold")
         for row in self.rows:
             cells = dict(zip(self.head, row, strict=True))
-            table.add_row(*(Text(cells[name]) for name in widths))  # no markup: names have brackets
+            table.add_row(*(Text(cells[name]) for name in widths))  # Text is no markup: names contain brackets
         return table
 
 
-def tex(text: str) -> str:
-    """Text for LaTeX, learning rates as powers."""
+def escape_latex(text: str) -> str:
+    """Return text for LaTeX, with learning rates as powers."""
     text = re.sub(r"([&%$#_{}])", r"\\\1", text)
     text = re.sub(r"\b([\d.]+)e(-?\d+)\b", r"$\1 \\times 10^{\2}$", text)
     text = re.sub(r"\b2\^(-?\d+)\b", r"$2^{\1}$", text)
@@ -65,27 +65,27 @@ def tex(text: str) -> str:
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean, and the standard deviation of a sample (n - 1), None for a single value."""
+    """Return the mean, and the standard deviation of a sample (n - 1), which is None for a single value."""
     return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
-def with_deviation(values: Sequence[float], digits: int) -> str:
-    """`3.5673 ± 0.0040`; a single value without a deviation; ABSENT without any."""
+def format_mean(values: Sequence[float], digits: int) -> str:
+    """Return mean and deviation as `3.5673 ± 0.0040`, a single value without a deviation, and ABSENT for no values."""
     if not values:
         return ABSENT
     mean, deviation = mean_and_deviation(values)
     return f"{mean:.{digits}f}" + ("" if deviation is None else f" ± {deviation:.{digits}f}")
 
 
-def spanned(values: Sequence[Any], form: str) -> str:
-    """The value that all are, in this format, or `a to b`; None counts for nothing."""
-    there = [value for value in values if value is not None]
-    ends = dict.fromkeys(format(value, form) for value in (min(there), max(there))) if there else [ABSENT]
+def format_range(values: Sequence[Any], form: str) -> str:
+    """Return the value that all values have in this format, or `a to b`; None is left out."""
+    present = [value for value in values if value is not None]
+    ends = dict.fromkeys(format(value, form) for value in (min(present), max(present))) if present else [ABSENT]
     return " to ".join(ends)
 
 
-def csv_text(rows: Sequence[dict[str, Any]]) -> str:
-    """CSV of rows with the same keys, the first line naming them; None is empty."""
+def format_csv(rows: Sequence[dict[str, Any]]) -> str:
+    """Return CSV of rows that have the same keys, which the first line names; None is empty."""
     out = io.StringIO()
     writer = csv.DictWriter(out, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()

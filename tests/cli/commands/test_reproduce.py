@@ -1,4 +1,4 @@
-"""scripts/reproduce.py as a user meets it: lists, reports, trains whole experiments in small, is killed and goes on."""
+"""`muown-train reproduce` as a user meets it: it lists, reports, trains small experiments, is killed and goes on."""
 
 import json
 import os
@@ -11,27 +11,23 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from muown_train.cli.commands import reproduce as command
 from muown_train.config.compose import compose_config
-from muown_train.experiments.grid import load_experiment
-from muown_train.experiments.slurm_queue import keep_job
+from muown_train.experiments.grid import load_grid
+from muown_train.experiments.slurm_queue import record_job
 from muown_train.runs.record import read_run
 from muown_train.runtime.formatting import format_lr
-from tests.helpers.experiments import fill, of_paper
-from tests.helpers.paths import ROOT
+from tests.helpers.experiments import fill, match_paper
+from tests.helpers.paths import COMMAND, ROOT
 from tests.helpers.runs import metrics, wait_until
 
-SCRIPT = ROOT / "scripts" / "reproduce.py"
 RUN_WORDS = ("series=adam,fixed", "points=1", "scale=tiny")
 
 
 @pytest.fixture
-def reproduce(monkeypatch, capsys):
+def reproduce(capsys):
     def call(*words) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["reproduce.py", *map(str, words)])
-        monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-        import reproduce
-
-        status = reproduce.main()
+        status = command.main([*map(str, words)])
         return status, capsys.readouterr().out
 
     return call
@@ -40,7 +36,7 @@ def reproduce(monkeypatch, capsys):
 def small(corpus: Path, out: Path, *words: str) -> list[str]:
     """The command of an experiment in small on the tests' texts."""
     data = ("data=files", f"data.train={corpus}/*.txt", f"cache={corpus}/cache")
-    return [sys.executable, str(SCRIPT), f"out={out}", "scale=tiny", *data, *words]
+    return [*COMMAND, "reproduce", f"out={out}", "scale=tiny", *data, *words]
 
 
 def states(said: str) -> dict[str, str]:
@@ -55,9 +51,9 @@ def test_a_list_of_nothing_and_of_a_half(reproduce, tmp_path):
     assert status == 0 and said.startswith("500m_multiseed: Table 500M-multiseed")
     assert set(states(said).values()) == {"missing"} and len(states(said)) == 36
     assert said.endswith("36 runs: 36 missing\n") and not list(tmp_path.iterdir())
-    experiment = load_experiment("2_7b")
-    cells = experiment.cells()
-    fill(tmp_path / "2_7b", cells[:6], of_paper(experiment.paper, experiment.seeds))
+    grid = load_grid("2_7b")
+    points = grid.expand()
+    fill(tmp_path / "2_7b", points[:6], match_paper(grid.paper, grid.seeds))
     _, said = reproduce("experiment=2_7b", f"out={tmp_path}")
     assert re.search(r"^muown_wd0-lr=0.002-seed=0 +done +2/2  loss 2.2586$", said, re.M)
     assert re.search(r"^muon_wd0.1-lr=0.002-seed=0 +diverged", said, re.M)
@@ -74,10 +70,10 @@ def test_a_part_of_an_experiment(reproduce, tmp_path):
 
 @pytest.mark.parametrize("scale", [None, "tiny"])
 def test_a_further_axis_is_set_as_a_command_line_would_set_it(scale):
-    experiment = load_experiment("124m_weight_decay", scale).part(points=1)
-    for cell in experiment.cells(["grad_clip=2"]):
-        composed_anew = OmegaConf.to_container(compose_config(list(cell.overrides)), resolve=True)
-        assert composed_anew == cell.config and cell.config["optim"]["weight_decay"] == cell.value
+    grid = load_grid("124m_weight_decay", scale).select(points=1)
+    for point in grid.expand(["grad_clip=2"]):
+        composed_anew = OmegaConf.to_container(compose_config(list(point.overrides)), resolve=True)
+        assert composed_anew == point.config and point.config["optim"]["weight_decay"] == point.value
 
 
 def test_keys_with_dashes(reproduce):
@@ -86,8 +82,8 @@ def test_keys_with_dashes(reproduce):
 
 
 def test_a_report(reproduce, tmp_path):
-    experiment = load_experiment("2_7b")
-    fill(tmp_path / "2_7b", experiment.cells(), of_paper(experiment.paper, experiment.seeds))
+    grid = load_grid("2_7b")
+    fill(tmp_path / "2_7b", grid.expand(), match_paper(grid.paper, grid.seeds))
     status, said = reproduce("experiment=2_7b", "action=report", f"out={tmp_path}")
     assert status == 0 and "| 2e-3 | 9.57 | diverged | diverged |" in said and "9 runs: 7 done, 2 diverged." in said
     written = sorted(path.name for path in (tmp_path / "2_7b" / "report").iterdir())
@@ -95,8 +91,8 @@ def test_a_report(reproduce, tmp_path):
 
 
 def test_a_plan(reproduce, tmp_path):
-    experiment = load_experiment("500m_magnitude")
-    fill(tmp_path / "500m_magnitude", experiment.cells()[:3], lambda cell: 14.0)
+    grid = load_grid("500m_magnitude")
+    fill(tmp_path / "500m_magnitude", grid.expand()[:3], lambda point: 14.0)
     status, said = reproduce("experiment=500m_magnitude", "action=plan", f"out={tmp_path}")
     assert status == 0 and said.count("511,371,520 parameters: embedding 64,358,400") == 3
     assert "19,073 updates of 524,288, on each of 4 GPUs 8 micro-batches of 8 x 2048 tokens" in said
@@ -104,7 +100,7 @@ def test_a_plan(reproduce, tmp_path):
     total, left = map(
         float, re.search(r"9 runs: ([\d.]+) GPU hours on 4 x GH200-96GB.*; ([\d.]+) of them", said).groups()
     )
-    assert left == pytest.approx(total * 2 / 3, abs=0.1) and total == pytest.approx(experiment.gpu_hours, rel=0.01)
+    assert left == pytest.approx(total * 2 / 3, abs=0.1) and total == pytest.approx(grid.gpu_hours, rel=0.01)
     _, said = reproduce(
         "experiment=500m_magnitude", "action=plan", "device=H100-80GB", "ranks=8", "mfu=0.5", "series=adam", "points=1"
     )
@@ -159,7 +155,7 @@ def test_a_plan(reproduce, tmp_path):
         (["experiement=1b"], "experiment is not set (did you mean experiment?): there are 124m"),
         (["experiment=1bb"], "there is no experiment=1bb (did you mean 1b?); there are 124m"),
         (["experiment=1b", "out="], "out= must be a folder"),
-        (["experiment=1b", f"out={SCRIPT}"], f"out={SCRIPT} must be a folder"),
+        (["experiment=1b", f"out={__file__}"], f"out={__file__} must be a folder"),
         (["experiment=track3_muon"], "experiment=track3_muon is a single run, not a grid"),
     ],
     ids=str,
@@ -185,17 +181,17 @@ def test_what_cannot_be_is_one_sentence(reproduce, capsys, words, message):
 def test_a_damaged_run_counts_for_nothing_and_holds_nothing_up(
     reproduce, capsys, tmp_path, monkeypatch, file, content, state, said
 ):
-    experiment = load_experiment("500m_magnitude").part(points=2, series=["adam"])
-    first, second = experiment.cells()
-    fill(tmp_path / experiment.folder, [first, second], lambda cell: 14.0)
-    broken = tmp_path / experiment.folder / first.name / file
+    grid = load_grid("500m_magnitude").select(points=2, series=["adam"])
+    first, second = grid.expand()
+    fill(tmp_path / grid.folder, [first, second], lambda point: 14.0)
+    broken = tmp_path / grid.folder / first.name / file
     broken.write_text(content) if content is not None else broken.unlink()
     words = ("experiment=500m_magnitude", "points=2", "series=adam", f"out={tmp_path}")
     listed = reproduce(*words)[1]
     assert states(listed) == {first.name: state, second.name: "done"} and said in listed
     made = reproduce(*words, "action=report")[1]
     assert f"| {format_lr(first.lr)} | — |" in made and f"| {format_lr(second.lr)} | 14.00 |" in made
-    monkeypatch.setattr(sys.modules["reproduce"], "ARCHIVE", tmp_path / "archive")
+    monkeypatch.setattr(command, "ARCHIVE", tmp_path / "archive")
     kept = reproduce(*words, "action=archive")[1]
     assert [path.name for path in (tmp_path / "archive").glob("*")] == [second.name], kept
 
@@ -227,12 +223,12 @@ def test_submitting(reproduce, tmp_path, monkeypatch):
     assert status == 0 and "2 runs, at most 3 at a time" in said
     *options, script, file = (tmp_path / "given").read_text().splitlines()
     assert (options, script) == (["--array=0-1%3", "--nodes=2"], "slurm/train.sbatch")
-    experiment = load_experiment("500m_magnitude", "tiny").part(1, series=["adam", "fixed"])
-    for i, cell in enumerate(experiment.cells()):
+    grid = load_grid("500m_magnitude", "tiny").select(1, series=["adam", "fixed"])
+    for i, point in enumerate(grid.expand()):
         done = subprocess.run([sys.executable, "slurm/grid.py", str(i), file, "time_limit=5"], capture_output=True)
         given = done.stdout.decode().split("\0")[:-1]
         folder = f"{tmp_path}/of runs/500m_magnitude-tiny"
-        assert given == [*cell.overrides, f"out={folder}", f"name={cell.name}", "time_limit=5"]
+        assert given == [*point.overrides, f"out={folder}", f"name={point.name}", "time_limit=5"]
 
 
 @pytest.fixture
@@ -255,7 +251,7 @@ def test_what_is_in_the_queue_is_not_submitted_again(reproduce, slurm, capsys):
     assert status == 0 and said.endswith("Submitted batch job 17\n")
     (slurm / "queue").write_text("17 0 PENDING\n17 1 RUNNING\n17 7 PENDING\n16 1 PENDING\n15 N/A RUNNING\n")
     _, said = reproduce(*words)
-    fixed, signum, adam = load_experiment("500m_magnitude", "tiny").part(1).cells()
+    fixed, signum, adam = load_grid("500m_magnitude", "tiny").select(1).expand()
     assert states(said) == {adam.name: "queued", fixed.name: "running", signum.name: "missing"}
     assert said.endswith("3 runs: 1 running, 1 queued, 1 missing\n")
     assert reproduce(*words, "series=adam,fixed", "action=submit")[1].endswith("nothing to submit\n")
@@ -264,7 +260,7 @@ def test_what_is_in_the_queue_is_not_submitted_again(reproduce, slurm, capsys):
     assert ": 1 runs, at most" in said
     (slurm / "queue").write_text("16 1 PENDING\n")
     assert set(states(reproduce(*words)[1]).values()) == {"missing"}
-    fill(slurm / "of runs" / "500m_magnitude-tiny", [adam], lambda cell: 14.0)
+    fill(slurm / "of runs" / "500m_magnitude-tiny", [adam], lambda point: 14.0)
     (slurm / "queue").write_text("17 0 PENDING\n")
     assert states(reproduce(*words)[1])[adam.name] == "done"
 
@@ -291,7 +287,7 @@ def test_a_queue_that_does_not_answer(reproduce, slurm, capsys):
     ],
 )
 def test_the_job_that_sbatch_names(tmp_path, said, number):
-    assert keep_job(tmp_path / "submitted-1.txt", said) == (number is not None)
+    assert record_job(tmp_path / "submitted-1.txt", said) == (number is not None)
     written = [path.read_text() for path in tmp_path.iterdir()]
     assert written == ([f"{number}\n"] if number else [])
 
@@ -317,7 +313,7 @@ def test_an_experiment_whole(corpus, tmp_path):
     report = tmp_path / "gradient_noise_124m-tiny" / "report"
     assert made.returncode == 0 and (report / "figure.png").stat().st_size > 10_000
     final = {float(f"{read_run(folder).last('valid/perplexity'):.2f}") for folder in folders}
-    shown = {float(cell) for cell in re.findall(r" (\d+\.\d\d) \|", (report / "table.md").read_text())}
+    shown = {float(point) for point in re.findall(r" (\d+\.\d\d) \|", (report / "table.md").read_text())}
     assert final <= shown
     assert "Gradient noise was measured in 2 of them." in made.stdout and "| 30 | " in made.stdout
 
@@ -334,9 +330,9 @@ def at_step(folder: Path, step: int) -> bool:
 def test_an_experiment_killed_in_the_middle_goes_on(corpus, tmp_path):
     """A kill -9 of the program and its runs; then a SIGTERM to the program alone; then to the end."""
     words = small(corpus, tmp_path, "experiment=500m_magnitude", *RUN_WORDS, "tokens=153600", "save_every=10")
-    experiment = load_experiment("500m_magnitude", "tiny").part(1, series=["adam", "fixed"])
-    further = [word for word in words[4:] if not word.startswith(("experiment=", "series=", "points=", "scale="))]
-    first, second = (tmp_path / experiment.folder / cell.name for cell in experiment.cells(further))
+    grid = load_grid("500m_magnitude", "tiny").select(1, series=["adam", "fixed"])
+    further = [word for word in words[5:] if not word.startswith(("experiment=", "series=", "points=", "scale="))]
+    first, second = (tmp_path / grid.folder / point.name for point in grid.expand(further))
 
     def started() -> subprocess.Popen:
         return subprocess.Popen([*words, "action=run"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -357,7 +353,7 @@ def test_an_experiment_killed_in_the_middle_goes_on(corpus, tmp_path):
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and "SIGTERM: all runs have saved; the same command goes on" in said, said
-    log = tmp_path / experiment.folder / "logs" / f"{first.name}.log"
+    log = tmp_path / grid.folder / "logs" / f"{first.name}.log"
     assert "going on after update" in log.read_text()
     listed = subprocess.run(words, capture_output=True, text=True).stdout
     assert list(states(listed).values()) == ["done", "stopped"], listed

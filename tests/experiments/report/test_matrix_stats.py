@@ -8,12 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muown_train.experiments.grid import load_experiment
-from muown_train.experiments.progress import progress
+from muown_train.experiments.grid import load_grid
+from muown_train.experiments.progress import read_progress
 from muown_train.experiments.report import style
-from muown_train.experiments.report.matrix_stats import SPECTRAL, Measured, Place, measured, place_of
-from muown_train.experiments.report.results import report
-from muown_train.experiments.report.stat_figures import plot_effective_rank, plot_singular_values, shown_blocks
+from muown_train.experiments.report.matrix_stats import (
+    SPECTRAL,
+    MatrixPlace,
+    MatrixStats,
+    list_kinds,
+    list_layers,
+    locate_matrix,
+    read_probe,
+)
+from muown_train.experiments.report.result_tables import make_paper_table, make_result_table
+from muown_train.experiments.report.results import build_report
+from muown_train.experiments.report.stat_figures import choose_blocks, plot_effective_rank, plot_singular_values
+from muown_train.experiments.report.write import ReportWriter
 from muown_train.runs.record import ABSENT, read_run
 from tests.helpers.folders import line, settings, write
 
@@ -36,39 +46,39 @@ def series(*values):
     ],
 )
 def test_where_a_matrix_is(name, kind, layer):
-    assert place_of(name) == Place(kind, layer)
+    assert locate_matrix(name) == MatrixPlace(kind, layer)
 
 
 @given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=3, max_size=3), min_size=1, max_size=5))
 def test_a_spread_is_that_of_all_matrices_and_runs(values):
     runs = [{f"blocks.{layer}.mlp.out.weight/x": series(*own) for layer, own in enumerate(values)}]
     runs.append({"blocks.0.mlp.out.weight/x": series(*values[0]), "blocks.0.mlp.gate_up.weight/x": series(1e9)})
-    found = Measured("", runs).spread("x", "MLP out")
+    found = MatrixStats("", runs).spread("x", "MLP out")
     all_of_them = np.array([*values, values[0]])
     assert found.steps.tolist() == [0, 1, 2]
     assert found.quantiles == pytest.approx(np.quantile(all_of_them, (0, 0.25, 0.5, 0.75, 1), axis=0))
-    of_layer = Measured("", runs).spread("x", "MLP out", 0)
+    of_layer = MatrixStats("", runs).spread("x", "MLP out", 0)
     assert of_layer.median == pytest.approx(values[0])
 
 
 def test_medians_are_of_what_is_shown():
     """The median of roots is not the root of the median."""
-    roots = Measured("", [{f"{NAMES[1]}/coherence": series(1.0), f"{NAMES[2]}/coherence": series(9.0)}])
+    roots = MatrixStats("", [{f"{NAMES[1]}/coherence": series(1.0), f"{NAMES[2]}/coherence": series(9.0)}])
     assert roots.spread(SPECTRAL[2]).median.tolist() == [2.0] and roots.spread("coherence").median.tolist() == [5.0]
 
 
 @pytest.mark.parametrize("state", ["running", "stopped", "diverged", "failed"])
 def test_runs_that_are_not_done_are_not_shown(tmp_path, state):
     made = filled("effective_rank_124m", tmp_path, lambda key, step: {NAMES[1]: 0.5}, state)
-    assert made.measured == [] and any("was measured in 0 of them" in note for note in made.notes())
+    assert made.stats == () and any("was measured in 0 of them" in note for note in ReportWriter(made).notes())
 
 
 def test_numbers_that_are_none_and_quantities_that_are_not_there():
-    found = Measured("", [{f"{NAMES[1]}/x": series(1, np.nan, np.inf, 4), f"{NAMES[2]}/x": series(3)}])
+    found = MatrixStats("", [{f"{NAMES[1]}/x": series(1, np.nan, np.inf, 4), f"{NAMES[2]}/x": series(3)}])
     assert (found.spread("x").steps.tolist(), found.spread("x").median.tolist()) == ([0, 3], [2, 4])
     assert found.spread("y").quantiles.shape == (5, 0) and found.spread("x", "query").median.shape == (0,)
     assert found.singular_values("MLP out")[0].shape == (0,)
-    assert found.kinds() == ["MLP out"] and found.layers() == [0, 1]
+    assert list_kinds([found]) == ["MLP out"] and list_layers([found]) == [0, 1]
 
 
 def test_probes_and_analyses_are_read_as_one(tmp_path):
@@ -81,38 +91,38 @@ def test_probes_and_analyses_are_read_as_one(tmp_path):
     ]
     text = "".join(json.dumps(each) + "\n" for each in analysed)
     (folder / "analysis" / "spectral.jsonl").write_text(text + '{"step": 4, "cut')
-    found = measured(read_run(folder), "spectral")
+    found = read_probe(read_run(folder), "spectral")
     assert list(found) == [f"{NAMES[0]}/spectral_norm"]
     steps, values = found[f"{NAMES[0]}/spectral_norm"]
     assert steps.tolist() == [1, 2, 3] and values[:2].tolist() == [1, 9] and np.isnan(values[2])
-    assert measured(read_run(folder), "effective_rank") == {}
+    assert read_probe(read_run(folder), "effective_rank") == {}
 
 
 def test_blocks_that_are_shown():
     def of(layers):
-        return [Measured("", [{f"blocks.{layer}.mlp.out.weight": series(0) for layer in range(layers)}])]
+        return [MatrixStats("", [{f"blocks.{layer}.mlp.out.weight": series(0) for layer in range(layers)}])]
 
-    assert shown_blocks(of(22)) == [3, 7, 11, 15]  # the 4th, 8th, 12th and 16th, as in the paper
-    assert shown_blocks(of(4)) == [0, 1, 2, 3] and shown_blocks(of(1)) == [0] and shown_blocks([]) == []
-    assert all(len(set(shown_blocks(of(layers)))) == 4 for layers in range(9, 60))
+    assert choose_blocks(of(22)) == [3, 7, 11, 15]  # the 4th, 8th, 12th and 16th, as in the paper
+    assert choose_blocks(of(4)) == [0, 1, 2, 3] and choose_blocks(of(1)) == [0] and choose_blocks([]) == []
+    assert all(len(set(choose_blocks(of(layers)))) == 4 for layers in range(9, 60))
 
 
 def filled(name, tmp_path, numbers, state="finished"):
     """An experiment whose runs have measured `numbers(series key, step)`, but for the first."""
-    experiment = load_experiment(name)
-    cells = experiment.cells()
-    for i, cell in enumerate(cells):
+    grid = load_grid(name)
+    points = grid.expand()
+    for i, point in enumerate(points):
         lines = [line(0, valid=9.0)]
         for step in (1, 2, 3):
-            probed = {f"{experiment.report}/{key}": value for key, value in numbers(cell.series.key, step).items()}
+            probed = {f"{grid.report}/{key}": value for key, value in numbers(point.curve.key, step).items()}
             lines.append(line(step, 3.0, valid=3.0) | (probed if i else {}))
-        write(tmp_path / experiment.folder / cell.name, lines, dict(cell.config), state, steps=3)
-    return report(experiment, progress(experiment, cells, str(tmp_path)))
+        write(tmp_path / grid.folder / point.name, lines, dict(point.config), state, steps=3)
+    return build_report(grid, read_progress(grid, points, str(tmp_path)))
 
 
 def drawn(made, folder):
     """The names of the figures, each of them a PNG and a PDF with something in them, and shown in the page."""
-    paths = made.write(folder)[3:]
+    paths = ReportWriter(made).write(folder)[3:]
     assert all(path.stat().st_size > 5000 for path in paths)
     names = [path.stem for path in paths[::2]]
     assert [path.name for path in paths] == [f"{name}.{suffix}" for name in names for suffix in ("png", "pdf")]
@@ -132,8 +142,8 @@ def test_spectra(tmp_path):
         return {f"{name}/{key}": value for name in NAMES for key, value in factors.items()} | quantiles | turned
 
     made = filled("spectral_500m", tmp_path, numbers)
-    assert [len(each.runs) for each in made.measured] == [1, 1, 1]
-    tables = made.tables[1:]
+    assert [len(each.runs) for each in made.stats] == [1, 1, 1]
+    tables = ReportWriter(made).tables[1:]
     assert [table.rows[1] for table in tables[:3]] == [
         ["MLP out", "16.0 (×16.00)", "4.00 (×4.00)", "1.00 (×1.00)"],
         ["MLP out", "8.00 (×16.00)", "2.00 (×4.00)", "0.500 (×1.00)"],
@@ -142,8 +152,8 @@ def test_spectra(tmp_path):
     assert tables[3].rows == [["query", ABSENT], ["MLP out", "37.5% [25.0%, 50.0%]"]]
     blocks = [f"blocks_{name}" for name in ("spectral_norm", "max_row_norm", "coherence")]
     assert drawn(made, tmp_path / "report") == ["figure", *blocks, "singular_values", "losses"]
-    assert "Spectral was measured in 3 of them." in made.notes()
-    parts, values = made.measured[0].singular_values("MLP out", 1)
+    assert "Spectral was measured in 3 of them." in ReportWriter(made).notes()
+    parts, values = made.stats[0].singular_values("MLP out", 1)
     assert (parts.tolist(), values.tolist()) == ([0, 0.5, 1], [0, 8, 16])
 
 
@@ -152,10 +162,10 @@ def test_what_is_drawn(tmp_path, monkeypatch):
     numbers = dict(zip(NAMES[1:], (0.2, 0.6), strict=True))
     made = filled("effective_rank_124m", tmp_path, lambda key, step: {name: v * step for name, v in numbers.items()})
     figures = []
-    monkeypatch.setattr(style, "save", lambda figure, paths: figures.append(figure))
+    monkeypatch.setattr(style, "save_figure", lambda figure, paths: figures.append(figure))
     assert plot_effective_rank(made, [])
     (axes,) = figures[0].axes
-    assert axes.get_title() == "MLP out" and axes.get_xlabel() == "update"
+    assert axes.get_title() == "MLP out" and axes.get_xlabel() == "step"
     (line_drawn,) = [each for each in axes.get_lines() if len(each.get_xdata())]
     assert line_drawn.get_xdata().tolist() == [1, 2, 3]
     assert line_drawn.get_ydata() == pytest.approx([0.4, 0.8, 1.2])
@@ -166,12 +176,12 @@ def test_what_is_drawn(tmp_path, monkeypatch):
 
 
 def test_histograms_have_the_quantiles_area(tmp_path, monkeypatch):
-    """Of singular values that lie evenly between 0 and 2 every bin is as high: 1/2."""
+    """Of singular values that lie pick_evenly between 0 and 2 every bin is as high: 1/2."""
     quantiles = {f"{NAMES[1]}/singular_value/{q:g}": 2 * q for q in (0, 0.25, 0.5, 0.75, 1)}
     norms = {f"{NAMES[1]}/{key}": 2.0 for key in ("spectral_norm", "max_row_norm", "coherence")}
     made = filled("spectral_500m", tmp_path, lambda key, step: quantiles | norms)
     figures = []
-    monkeypatch.setattr(style, "save", lambda figure, paths: figures.append(figure))
+    monkeypatch.setattr(style, "save_figure", lambda figure, paths: figures.append(figure))
     assert plot_singular_values(made, [])
     above, below = figures[0].axes
     heights = [patch.get_data().values for patch in above.patches]
@@ -183,7 +193,7 @@ def test_histograms_have_the_quantiles_area(tmp_path, monkeypatch):
 
 def test_effective_ranks(tmp_path):
     made = filled("effective_rank_124m", tmp_path, lambda key, step: {NAMES[1]: 0.2 * step, NAMES[2]: 0.1})
-    assert made.tables[1].rows == [["MLP out", f"{np.mean([0.15, 0.25, 0.35]):.3f}"]]
+    assert ReportWriter(made).tables[1].rows == [["MLP out", f"{np.mean([0.15, 0.25, 0.35]):.3f}"]]
     assert drawn(made, tmp_path / "report") == ["figure", "losses"]
 
 
@@ -193,28 +203,28 @@ def test_gradient_noise(tmp_path):
         return {f"{name}/{key}": value for name in NAMES for key, value in terms.items()} | {"median/muon": 5.0}
 
     made = filled("gradient_noise_124m", tmp_path, numbers)
-    assert made.tables[1].rows[1] == ["2", "4.00 [4.00, 4.00]", "1.00 [1.00, 1.00]", "4.00 [4.00, 4.00]"]
+    assert ReportWriter(made).tables[1].rows[1] == ["2", "4.00 [4.00, 4.00]", "1.00 [1.00, 1.00]", "4.00 [4.00, 4.00]"]
     assert drawn(made, tmp_path / "report") == ["figure", "losses"]
 
 
 def test_nothing_is_measured_yet(tmp_path):
     made = filled("effective_rank_124m", tmp_path, lambda key, step: {})
     assert drawn(made, tmp_path / "report") == ["losses"]
-    assert any(re.search(r"was measured in 0 of them", note) for note in made.notes())
+    assert any(re.search(r"was measured in 0 of them", note) for note in ReportWriter(made).notes())
 
 
 def test_step_times(tmp_path):
     """The paper's table from speeds that make its medians, and windows that are slower or faster than those."""
-    experiment = load_experiment("500m_step_time")
-    cells = experiment.cells()
-    for cell in cells:
-        seconds = experiment.paper[cell.series.key][cell.lr]
-        speeds = [cell.config["batch_tokens"] / (seconds * factor) for factor in (9, 1, 1, 1.01, 0.99)]
+    grid = load_grid("500m_step_time")
+    points = grid.expand()
+    for point in points:
+        seconds = grid.paper[point.curve.key][point.lr]
+        speeds = [point.config["batch_tokens"] / (seconds * factor) for factor in (9, 1, 1, 1.01, 0.99)]
         lines = [line(i + 1, 3.0, valid=3.0) | {"system/tokens_per_second": s} for i, s in enumerate(speeds)]
-        write(tmp_path / experiment.folder / cell.name, lines, dict(cell.config), steps=5)
-    made = report(experiment, progress(experiment, cells, str(tmp_path)))
-    assert made.table().rows == [["2e-3", "1.34", "1.36", "1.27", "1.27"]]
-    assert [row[3:] for row in made.comparison().rows] == [
+        write(tmp_path / grid.folder / point.name, lines, dict(point.config), steps=5)
+    made = build_report(grid, read_progress(grid, points, str(tmp_path)))
+    assert make_result_table(made).rows == [["2e-3", "1.34", "1.36", "1.27", "1.27"]]
+    assert [row[3:] for row in make_paper_table(made).rows] == [
         [f"{n:.2f}", f"{n:.2f}", "+0.00"] for n in (1.34, 1.36, 1.27, 1.27)
     ]
     assert drawn(made, tmp_path / "report") == ["figure", "losses"]

@@ -9,12 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from muown_train.experiments.grid import load_experiment
-from muown_train.experiments.progress import progress
+from muown_train.experiments.grid import load_grid
+from muown_train.experiments.progress import read_progress
 from muown_train.experiments.report import figures as experiment_figures
-from muown_train.experiments.report.results import report
-from muown_train.experiments.report.tables import tex
-from tests.helpers.experiments import fill, of_paper, targets
+from muown_train.experiments.report.result_tables import (
+    make_best_table,
+    make_difference_table,
+    make_paper_table,
+    make_result_table,
+)
+from muown_train.experiments.report.results import build_report
+from muown_train.experiments.report.tables import escape_latex
+from muown_train.experiments.report.write import ReportWriter
+from tests.helpers.experiments import fill, match_paper, targets
 from tests.helpers.runs import slow_but
 
 TABLES = ("500m_multiseed", "1b", "2_7b", "qwen2_0_5b", "500m_magnitude")  # of the paper
@@ -23,17 +30,17 @@ TABLES = ("500m_multiseed", "1b", "2_7b", "qwen2_0_5b", "500m_magnitude")  # of 
 @pytest.mark.parametrize("name", slow_but(["500m_multiseed", "2_7b", "qwen2_0_5b"], TABLES))
 def test_the_papers_own_numbers_make_the_papers_tables(name, tmp_path):
     table = targets()["tables"][name]
-    experiment = load_experiment(name)
-    cells = experiment.cells()
+    grid = load_grid(name)
+    points = grid.expand()
     stated = {key: dict(zip(table["lr"], values, strict=True)) for key, values in table.items() if key != "lr"}
-    fill(tmp_path / experiment.folder, cells, of_paper(stated, experiment.seeds))
-    made = report(experiment, progress(experiment, cells, str(tmp_path)))
-    paths = made.write(tmp_path / "report")
+    fill(tmp_path / grid.folder, points, match_paper(stated, grid.seeds))
+    made = build_report(grid, read_progress(grid, points, str(tmp_path)))
+    paths = ReportWriter(made).write(tmp_path / "report")
     assert [path.name for path in paths] == ["table.md", "table.csv", "table.tex", "figure.png", "figure.pdf"]
     assert all(path.stat().st_size > 100 for path in paths)
 
-    markdown = made.table()
-    columns = {series.key: i for i, series in enumerate(experiment.series, 1)}
+    markdown = make_result_table(made)
+    columns = {series.key: i for i, series in enumerate(grid.curves, 1)}
     for row in markdown.rows:
         lr = float(row[0])
         for key, column in columns.items():
@@ -43,7 +50,7 @@ def test_the_papers_own_numbers_make_the_papers_tables(name, tmp_path):
                 assert [mean, deviation] == value
             else:
                 assert row[column] == {None: "—", "diverged": "diverged"}.get(value) or float(row[column]) == value
-    for row in made.comparison().rows:
+    for row in make_paper_table(made).rows:
         assert row[3] == row[4] and row[5] in ("+0.00", "—")
     for line in csv.DictReader(paths[1].open()):
         value = stated[line["series"]][float(line["lr"])]
@@ -57,54 +64,57 @@ def test_the_papers_own_numbers_make_the_papers_tables(name, tmp_path):
         else:
             assert float(line["valid_perplexity"]) == value
     latex = paths[2].read_text()
-    assert latex.count(r"\toprule") == len(made.tables) and "±" not in latex and "—" not in latex
+    assert latex.count(r"\toprule") == len(ReportWriter(made).tables) and "±" not in latex and "—" not in latex
     for row in markdown.rows:
-        assert " & ".join(map(tex, row)) + r" \\" in latex
+        assert " & ".join(map(escape_latex, row)) + r" \\" in latex
 
 
 def test_seeds_that_are_missing_or_diverged(multiseed, tmp_path):
-    experiment, cells = multiseed
+    grid, points = multiseed
     ends = {("muown_wd0", 4e-3): [14.0, 15.0, None], ("muon_wd0", 4e-3): ["diverged", "diverged", 20.0],
             ("muown_wd0", 1e-3): ["diverged"] * 3, ("muon_wd0", 1e-3): ["diverged", None, None]}  # fmt: skip
-    fill(tmp_path / experiment.folder, cells, lambda cell: ends[cell.series.key, cell.lr][cell.seed])
-    made = report(experiment, progress(experiment, cells, str(tmp_path)), ["paper_exact=true", "cache=x"])
-    assert made.table().rows == [
+    fill(tmp_path / grid.folder, points, lambda point: ends[point.curve.key, point.lr][point.seed])
+    made = build_report(grid, read_progress(grid, points, str(tmp_path)), ["paper_exact=true", "cache=x"])
+    assert make_result_table(made).rows == [
         ["4e-3", "14.50 ± 0.707 (1 to come)", "20.00 (2 diverged)"],
         ["1e-3", "diverged", "diverged so far"],
     ]
-    assert made.comparison().rows[0][2:] == ["2 of 3", "14.50 ± 0.707 (1 to come)", "14.13 ± 0.004", "+0.37"]
-    assert "12 runs: 3 done, 6 diverged, 3 missing." in made.notes()
-    assert "Cross: diverged; a mean there is over the other seeds." in experiment_figures._caption(made, 30.0)
+    assert make_paper_table(made).rows[0][2:] == ["2 of 3", "14.50 ± 0.707 (1 to come)", "14.13 ± 0.004", "+0.37"]
+    assert "12 runs: 3 done, 6 diverged, 3 missing." in ReportWriter(made).notes()
+    assert "Cross: diverged; a mean there is over the other seeds." in experiment_figures._format_caption(made, 30.0)
     drawn = Figure().subplots()
     drawn.set_ylim(10, 30)
-    experiment_figures._draw(drawn, made.results, {"color": "k", "marker": "o"}, False)
+    experiment_figures._draw_line(drawn, made.results, {"color": "k", "marker": "o"}, False)
     (crosses,) = (line for line in drawn.lines if line.get_marker() == "x")
     assert sorted(crosses.get_xdata()) == [1e-3, 1e-3, 4e-3]
-    assert not any("data" in note for note in made.notes())
-    folder = tmp_path / experiment.folder / "muown_wd0-lr=0.004-seed=0"
+    assert not any("data" in note for note in ReportWriter(made).notes())
+    folder = tmp_path / grid.folder / "muown_wd0-lr=0.004-seed=0"
     (folder / "manifest.json").write_text('{"data": {"content": "another text"}}')
-    assert any("same data" in note for note in report(experiment, progress(experiment, cells, str(tmp_path))).notes())
-    assert "Besides the experiment's settings: paper_exact=True." in made.notes()
+    assert any(
+        "same data" in note
+        for note in ReportWriter(build_report(grid, read_progress(grid, points, str(tmp_path)))).notes()
+    )
+    assert "Besides the experiment's settings: paper_exact=True." in ReportWriter(made).notes()
 
 
 def test_a_report_without_runs(multiseed, tmp_path):
-    experiment, cells = multiseed
-    made = report(experiment, progress(experiment, cells, str(tmp_path)))
-    assert {cell for row in made.table().rows for cell in row[1:]} == {"—"}
-    assert len(made.write(tmp_path / "with")) == 5  # the paper's numbers alone
-    small = load_experiment("500m_multiseed", "tiny").part(points=1, seeds=1, series=["muown_wd0"])
-    made = report(small, progress(small, small.cells(), str(tmp_path)))
-    assert len(made.write(tmp_path / "without")) == 3 and not made.comparable
+    grid, points = multiseed
+    made = build_report(grid, read_progress(grid, points, str(tmp_path)))
+    assert {point for row in make_result_table(made).rows for point in row[1:]} == {"—"}
+    assert len(ReportWriter(made).write(tmp_path / "with")) == 5  # the paper's numbers alone
+    small = load_grid("500m_multiseed", "tiny").select(points=1, seeds=1, series=["muown_wd0"])
+    made = build_report(small, read_progress(small, small.expand(), str(tmp_path)))
+    assert len(ReportWriter(made).write(tmp_path / "without")) == 3 and not made.is_comparable
     assert "figure" not in (tmp_path / "without" / "table.md").read_text()
 
 
 def best_of(ends, folder):
     """The table of the best rates, without names, of series of 1b that come to these perplexities, from 3e-3 down."""
-    experiment = load_experiment("1b").part(series=list(ends))
-    cells = experiment.cells()
-    rates = experiment.series[0].lr
-    fill(folder / experiment.folder, cells, lambda cell: ends[cell.series.key][rates.index(cell.lr)])
-    return [row[1:] for row in report(experiment, progress(experiment, cells, str(folder))).best().rows]
+    grid = load_grid("1b").select(series=list(ends))
+    points = grid.expand()
+    rates = grid.curves[0].lr
+    fill(folder / grid.folder, points, lambda point: ends[point.curve.key][rates.index(point.lr)])
+    return [row[1:] for row in make_best_table(build_report(grid, read_progress(grid, points, str(folder)))).rows]
 
 
 def test_the_best_learning_rates(tmp_path):
@@ -133,52 +143,57 @@ def test_the_best_beside_rates_that_are_missing_or_no_numbers(tmp_path):
 
 
 def test_a_rate_at_which_a_seed_diverged_is_not_the_best(multiseed, tmp_path):
-    experiment, cells = multiseed
+    grid, points = multiseed
     ends = {("muown_wd0", 4e-3): [14.0, "diverged", "diverged"], ("muown_wd0", 1e-3): [14.5] * 3}
-    fill(tmp_path / experiment.folder, cells, lambda cell: ends.get(cell.setting[::2], ["diverged"] * 3)[cell.seed])
-    made = report(experiment, progress(experiment, cells, str(tmp_path)))
-    assert made.best().rows == [["Muown", "1e-3", "14.50 ± 0.000", "1e-3 to 1e-3", "≥ 1"]]
-    assert made.differences().rows == [] and not any("Differences" in table.title for table in made.tables)
+    fill(tmp_path / grid.folder, points, lambda point: ends.get(point.setting[::2], ["diverged"] * 3)[point.seed])
+    made = build_report(grid, read_progress(grid, points, str(tmp_path)))
+    assert make_best_table(made).rows == [["Muown", "1e-3", "14.50 ± 0.000", "1e-3 to 1e-3", "≥ 1"]]
+    assert make_difference_table(made).rows == [] and not any(
+        "Differences" in table.title for table in ReportWriter(made).tables
+    )
 
 
 def test_differences_are_those_of_seeds(multiseed, tmp_path):
     """Deviations of differences, seed by seed, and not differences of deviations."""
-    experiment, cells = multiseed
+    grid, points = multiseed
     ends = {
         ("muown_wd0", 4e-3): [14.0, 15.0, 16.0],
         ("muon_wd0", 1e-3): [14.5, None, 16.7],
         ("muown_wd0", 1e-3): [20] * 3,
     }
-    fill(tmp_path / experiment.folder, cells, lambda cell: ends.get(cell.setting[::2], [21.0] * 3)[cell.seed])
-    made = report(experiment, progress(experiment, cells, str(tmp_path)))
-    assert made.differences().title == "Differences from Muown at 4e-3, seed by seed"
-    assert made.differences().rows == [["Muon, weight decay 0", "1e-3", "+0.600", "0.141", "2"]]
-    assert made.tables[-1] == made.differences()
+    fill(tmp_path / grid.folder, points, lambda point: ends.get(point.setting[::2], [21.0] * 3)[point.seed])
+    made = build_report(grid, read_progress(grid, points, str(tmp_path)))
+    assert make_difference_table(made).title == "Differences from Muown at 4e-3, seed by seed"
+    assert make_difference_table(made).rows == [["Muon, weight decay 0", "1e-3", "+0.600", "0.141", "2"]]
+    assert ReportWriter(made).tables[-1] == make_difference_table(made)
 
 
 def test_further_axes_and_panels(tmp_path):
-    experiment = load_experiment("124m_weight_decay").part(points=2, series=["muon"])
-    cells = experiment.cells()
-    fill(tmp_path / experiment.folder, cells, lambda cell: 20 + 10 * cell.value + cell.lr)
-    made = report(experiment, progress(experiment, cells, str(tmp_path)))
-    assert made.table().head == [
+    grid = load_grid("124m_weight_decay").select(points=2, series=["muon"])
+    points = grid.expand()
+    fill(tmp_path / grid.folder, points, lambda point: 20 + 10 * point.value + point.lr)
+    made = build_report(grid, read_progress(grid, points, str(tmp_path)))
+    assert make_result_table(made).head == [
         "learning rate",
         *(f"Muon, weight decay {v}" for v in ("0", "0.01", "0.03", "0.1", "0.3")),
     ]
-    assert made.table().rows[0] == ["6e-3", "20.01", "20.11", "20.31", "21.01", "23.01"]
-    assert not made.comparable and len(made.write(tmp_path / "report")) == 5
-    width = load_experiment("width").part(points=3)
-    cells = width.cells()
-    fill(tmp_path / width.folder, cells, lambda cell: 20.0)
-    made = report(width, progress(width, cells, str(tmp_path)))
-    assert made.table().head[1] == "width 512, Muown" and made.table().rows[0][:2] == ["2^-5", "2.9957"]
+    assert make_result_table(made).rows[0] == ["6e-3", "20.01", "20.11", "20.31", "21.01", "23.01"]
+    assert not made.is_comparable and len(ReportWriter(made).write(tmp_path / "report")) == 5
+    width = load_grid("width").select(points=3)
+    points = width.expand()
+    fill(tmp_path / width.folder, points, lambda point: 20.0)
+    made = build_report(width, read_progress(width, points, str(tmp_path)))
+    assert make_result_table(made).head[1] == "width 512, Muown" and make_result_table(made).rows[0][:2] == [
+        "2^-5",
+        "2.9957",
+    ]
 
 
 @given(st.lists(st.floats(1e-5, 0.1), min_size=1, max_size=12))
 def test_labels_of_learning_rates_do_not_touch(rates):
     axes = Figure().subplots()
     axes.set_xscale("log")
-    experiment_figures._rate_axis(axes, rates)
+    experiment_figures._label_rate_axis(axes, rates)
     left, right = np.log(axes.get_xlim())
     ticks = np.log(axes.get_xticks())
     assert 1 <= len(ticks) <= 7 and all(left <= ticks) and all(ticks <= right)
