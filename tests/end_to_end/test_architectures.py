@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 
+from muown_train.config.compose import load_config
 from muown_train.runs.saved_run import open_run
-from muown_train.training.build import Run, build
-from tests.helpers.runs import HERE, SMALL, configured, losses, metrics, train_until_killed
+from muown_train.training.build import build_run
+from muown_train.training.run import Run
+from tests.helpers.runs import HERE, SMALL, losses, metrics, train_until_killed
 
 SETTING = [setting for setting in SMALL if not setting.startswith("model.")]
 SMALL_MODELS = {
@@ -28,7 +30,7 @@ def made(corpus, out, name: str) -> Run:
         pytest.importorskip("transformers")
     places = (f"data.train={corpus}/*.txt", f"out={out}", f"cache={corpus}/cache")
     sizes = ("model.layers=2", "model.vocab_size=4096", "compile=false", "tokens=12800")
-    return build(configured(*SETTING, *SMALL_MODELS[name], *sizes, *places), "run", HERE)
+    return build_run(load_config(["name=run", *SETTING, *SMALL_MODELS[name], *sizes, *places]), HERE)
 
 
 def trained(corpus, out, name: str) -> Run:
@@ -57,4 +59,4 @@ def test_fifty_updates_with_and_without_a_kill(corpus, tmp_path, name):
 
     ids = torch.arange(32)[None]
     with torch.no_grad():
-        assert torch.equal(open_run(whole.folder).model()(ids), whole.model.eval()(ids))
+        assert torch.equal(open_run(whole.folder).load_model()(ids), whole.model.eval()(ids))

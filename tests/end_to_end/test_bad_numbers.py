@@ -18,7 +18,7 @@ def poisoned(run, rows, rank=0):
     """Make the loss of batches that begin at these rows NaN on one rank."""
 
     def poison(module, inputs, loss):
-        first = run.trainer.loader.place - ROWS
+        first = run.trainer.loader.next_row - ROWS
         return loss * math.nan if first in rows and run.trainer.world.rank == rank and module.training else loss
 
     run.model.register_forward_hook(poison)

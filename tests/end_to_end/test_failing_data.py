@@ -61,7 +61,7 @@ def test_updates_after_the_failure_are_taken_back(corpus, tmp_path, log_every):
     with pytest.raises(OSError, match=MESSAGE):
         run.trainer.fit()
     assert taken == [8 * k for k in range(8)]  # not asked again
-    assert (run.trainer.step, run.trainer.tokens, run.trainer.loader.place) == (7, 7 * 256, 7 * 8)
+    assert (run.trainer.step, run.trainer.tokens, run.trainer.loader.next_row) == (7, 7 * 256, 7 * 8)
     run.close()
     trained(corpus, tmp_path, *intervals)
     folder, whole = (tmp_path / "run", tmp_path / "whole" / "run")

@@ -1,4 +1,4 @@
-"""A disk that cannot take what a command writes: no wrong setting, so status 1, and a sentence that names the folder."""
+"""A disk that cannot take what a command writes: no wrong setting, so status 1 and a sentence that names the folder."""
 
 import contextlib
 import os

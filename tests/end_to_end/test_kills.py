@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.kill_runs import SAVE_EVERY, trials
+from tests.helpers.kill_runs import SAVE_EVERY, run_trials
 
 
 @pytest.mark.slow
@@ -11,4 +11,4 @@ from tests.helpers.kill_runs import SAVE_EVERY, trials
     "kind", [pytest.param(kind, marks=pytest.mark.long) if kind == "one" else kind for kind in SAVE_EVERY]
 )
 def test_killed_at_a_random_moment_it_goes_on_bit_for_bit(corpus, tmp_path, kind):
-    assert trials(kind, times=2, seed=1, ranks=2, corpus=corpus, out=tmp_path) == []
+    assert run_trials(kind, times=2, seed=1, ranks=2, corpus=corpus, out=tmp_path) == []

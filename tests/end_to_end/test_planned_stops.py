@@ -2,17 +2,17 @@
 
 import json
 import math
+import os
 import signal
-import subprocess
 import time
 
 import pytest
 import torch
 
 from muown_train.runs.status import GaveUp, Outcome, count_start, read_status, write_status
-from tests.cli.test_main import COMMAND, small
-from tests.helpers.ranks import on_ranks
-from tests.helpers.runs import HERE, built, metrics, slow_but, trained
+from tests.cli.test_main import small
+from tests.helpers.ranks import on_ranks, start_command
+from tests.helpers.runs import HERE, built, metrics, slow_but, trained, wait_until
 from tests.training.test_trainer import weights
 
 KEYS = ("step", "tokens", "train/loss", "train/grad_norm", "train/lr", "data/hash", "valid/loss", "valid/perplexity")
@@ -25,7 +25,7 @@ def uninterrupted(corpus, tmp_path_factory):
 
 
 def stopped(run, after):
-    """Train a run that is asked to stop during this update."""
+    """Train a run that is asked to stop during this step."""
     step = run.trainer.train_step
 
     def stopping():
@@ -79,36 +79,37 @@ def test_all_ranks_stop_after_the_same_update(corpus, tmp_path, uninterrupted):
     ]
 
 
+def signalled(arguments, number, folder, flags=()):
+    """Signal a process that trains a long run in its middle: its exit status, and what it said on both streams."""
+    out, said = folder / "out.txt", folder / "said.txt"
+    out.touch(), said.touch()
+    process = start_command([*flags, *arguments, "tokens=512000", "log_every=1000"], out, said)
+    wait_until(lambda: "step    0/2000" in out.read_text() or process.exitcode is not None)
+    time.sleep(0.3)
+    os.kill(process.pid, number)
+    process.join(60)
+    return process.exitcode, out.read_text(), said.read_text()
+
+
 @pytest.mark.parametrize("number", slow_but([signal.SIGUSR1], [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]))
 def test_signals(corpus, tmp_path, number):
-    """A real process; the run is long enough to be met in the middle."""
-    arguments = small(
-        corpus, tmp_path, "name=run", "tokens=512000", "log_every=1000", "eval_every=1000", "save_every=1000"
-    )
-    process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while "step    0/2000" not in process.stdout.readline():
-        assert process.poll() is None
-    time.sleep(0.3)
-    process.send_signal(number)
-    out, said = process.communicate(timeout=60)
-    assert process.returncode == 0, said
-    assert said.startswith(f"{number.name}: stopping after this update and saving")
-    step = read_status(tmp_path / "run")["step"]
-    assert 0 < step < 2000 and f"stopped after update {step} ({number.name}), saved" in out
-    assert metrics(tmp_path / "run")[-1]["step"] == step
-    assert (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").exists()
+    arguments = small(corpus, tmp_path / "runs", "name=run", "eval_every=1000", "save_every=1000")
+    status, out, said = signalled(arguments, number, tmp_path)
+    assert status == 0, said
+    assert said.startswith(f"{number.name}: stopping after this step and saving")
+    run = tmp_path / "runs" / "run"
+    step = read_status(run)["step"]
+    assert 0 < step < 2000 and f"stopped after step {step:,} ({number.name}), saved" in out
+    assert metrics(run)[-1]["step"] == step
+    assert (run / "checkpoints" / f"step-{step:08d}").exists()
 
 
 @pytest.mark.slow
 def test_a_stop_ends_a_multirun_too(corpus, tmp_path):
-    arguments = small(corpus, tmp_path, "tokens=512000", "seed=1,2", "log_every=1000")
-    process = subprocess.Popen([*COMMAND, "--multirun", *arguments], stdout=subprocess.PIPE, text=True)
-    while "step    0/2000" not in process.stdout.readline():
-        assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and "saved" in out and out.count("parameters,") <= 1
-    assert len([path for path in tmp_path.iterdir() if (path / "checkpoints").exists()]) == 1
+    arguments = small(corpus, tmp_path / "runs", "seed=1,2")
+    status, out, _ = signalled(arguments, signal.SIGTERM, tmp_path, flags=["--multirun"])
+    assert status == 0 and "saved" in out and out.count("parameters,") <= 1
+    assert len([path for path in (tmp_path / "runs").iterdir() if (path / "checkpoints").exists()]) == 1
 
 
 def test_an_evaluation_that_is_owed_after_a_stop_may_follow_a_loss_that_is_no_number(corpus, tmp_path):
@@ -157,7 +158,7 @@ def test_gives_up_after_three_failures_at_one_update(tmp_path, found, monkeypatc
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     started_often(tmp_path, *found)
     step = found[-1] if isinstance(found[-1], int) else 5 if "early" in found else 0
-    with pytest.raises(GaveUp, match=f"3 starts in a row failed after update {step};"):
+    with pytest.raises(GaveUp, match=f"3 starts in a row failed after step {step};"):
         started_often(tmp_path, found[-1])
     started_often(tmp_path, found[-1])  # by somebody who has read this
     monkeypatch.setenv("SLURM_JOB_ID", "2")

@@ -1,21 +1,18 @@
 """Streams from a hub on real ranks: the rows that one process sees, also after a run on two was killed."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from muown_train.config.compose import load_config
 from muown_train.runtime.distributed import World
-from muown_train.training.build import build
+from muown_train.training.build import build_run
 from tests.data.hub.test_hub import build as hub_of_files
 from tests.helpers.hub_server import Hub
-from tests.helpers.paths import ROOT
-from tests.helpers.ranks import free_port, on_ranks
-from tests.helpers.runs import HERE, SMALL, configured, metrics
+from tests.helpers.ranks import free_port, on_ranks, start_command
+from tests.helpers.runs import HERE, SMALL, metrics
 
 STREAMED = (
     *SMALL,
@@ -42,7 +39,7 @@ def settings(out, updates, *others):
 
 
 def train(world: World, words: list[str]) -> None:
-    run = build(configured(*words), "run", world)
+    run = build_run(load_config(["name=run", *words]), world)
     run.resume()
     run.trainer.fit()
     run.close()
@@ -71,7 +68,7 @@ def alone_and_together(world: World, out: Path, updates: int) -> list[str]:
     """Train on all ranks; the hashes of the batches that this process by itself would train on."""
     words = settings(out, updates, "workers=0")
     train(world, words)
-    loader = build(configured(*words, f"out=elsewhere-{world.rank}"), "run", HERE).trainer.loader
+    loader = build_run(load_config(["name=run", *words, f"out=elsewhere-{world.rank}"]), HERE).trainer.loader
     found = [f"{next(loader).hash % 2**64:016x}" for _ in range(updates)]
     loader.close()
     return found
@@ -87,22 +84,23 @@ def test_two_ranks_see_what_one_sees(at_the_hub, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_killed_on_two_ranks_it_goes_on_on_one(at_the_hub, tmp_path):
-    out, port = tmp_path / "killed", str(free_port())
-    command = [sys.executable, "-m", "muown_train", *settings(out, 10_000, "workers=1")]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
+    out = tmp_path / "killed"
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = settings(out, 10_000, "workers=1")
     running = [
-        subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank})
+        start_command(words, tmp_path / "log.txt", environment=shared | {"RANK": rank, "LOCAL_RANK": rank})
         for rank in "01"
     ]
     try:
         deadline = time.monotonic() + 120
         while not list(out.glob("run/checkpoints/step-*"))[1:]:
-            assert time.monotonic() < deadline and all(process.poll() is None for process in running)
+            assert time.monotonic() < deadline and all(process.exitcode is None for process in running)
             time.sleep(0.01)
     finally:
         for process in running:
             process.kill()
-    assert [process.wait() for process in running] == [-signal.SIGKILL] * 2
+            process.join()
+    assert [process.exitcode for process in running] == [-signal.SIGKILL] * 2
     updates = metrics(out / "run")[-1]["step"] + 5
     assert trained(out, updates, 1) == trained(tmp_path / "whole", updates, 1)
 

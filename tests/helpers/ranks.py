@@ -1,12 +1,16 @@
-"""Run a function on several real gloo ranks of this machine and collect what each returns.
+"""Processes of this machine: functions on several gloo ranks, and commands, each with what it returns or prints.
 
-Ranks are forked from a process that has imported torch and the trainer once, which takes most of the time of a start.
+All of them are forked from one process that has imported torch and the trainer, which is most of a start.
 """
 
+import multiprocessing
 import os
 import socket
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -20,14 +24,19 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def _entry(
-    rank: int, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...], results: Any
-) -> None:
+def _take_environment(environment: Mapping[str, str]) -> None:
+    """Make this process's environment the given one: the process that it is forked from may have an earlier test's."""
     import torch
 
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
-    os.environ.clear()  # that of the process which preloads may be an earlier test's
-    os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
+def _run_rank(
+    rank: int, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...], results: Any
+) -> None:
+    _take_environment(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
     from muown_train.runtime.distributed import join_world
 
     try:
@@ -40,10 +49,39 @@ def _entry(
 
 def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """`function(world, *args)` on each rank; results in order of rank. It must be importable (module level)."""
-    mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    multiprocessing.set_forkserver_preload(PRELOADED)
     environment = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with mp.Manager() as manager:
         results = manager.dict()
         passed = (dict(os.environ) | environment, function, args, results)
-        mp.start_processes(_entry, passed, nprocs=size, start_method="forkserver")
+        mp.start_processes(_run_rank, passed, nprocs=size, start_method="forkserver")
         return [results[rank][1] for rank in range(size)]
+
+
+def _run_command(words: list[str], output: Path, errors: Path, environment: dict[str, str]) -> None:
+    for number, path in ((1, output), (2, errors)):
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), number)
+    _take_environment(environment)
+    sys.argv = ["muown-train", *words]
+    from muown_train.cli.main import run
+
+    run()
+
+
+def start_command(
+    words: Sequence[str], output: Path, errors: Path | None = None, environment: Mapping[str, str] | None = None
+) -> BaseProcess:
+    """Start `muown-train` with these words in a process of its own.
+
+    Args:
+        output: what it prints is added to this file; errors: the same, by default the same file.
+        environment: variables besides those of this process.
+    """
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    variables = dict(os.environ) | dict(environment or {})
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_run_command, args=(list(words), output, errors or output, variables), daemon=True
+    )
+    process.start()
+    return process

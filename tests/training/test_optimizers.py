@@ -2,7 +2,7 @@
 
 import pytest
 
-from muown_train.runs.manifest import groups
+from muown_train.runs.manifest import describe_groups
 from muown_train.training.optimizers import split_param_groups
 from tests.helpers.runs import built
 
@@ -33,7 +33,7 @@ def test_matrices_and_the_rest_take_them_from_the_command_line(optim, corpus, tm
         assert (group["lr"] == 0.25) == name.endswith("mlp.out.weight")
         assert (group["weight_decay"] == 0.125) == (name == "norm.weight")
     assert of["norm.weight"]["patterns"] == {"norm.weight": {"weight_decay": 0.125}}
-    assert groups(run.trainer.optimizer) == run.metadata["groups"]
+    assert describe_groups(run.trainer.optimizer) == run.metadata["groups"]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ timed(sink.start, folder, {"note": sys.argv[3]}, 40)
 for step in range(41):
     lines = [{"step": step, "tokens": 256 * step, "train/loss": 1 / (1 + step)}]
     metrics.append(lines)
-    timed(sink.lines, lines)
+    timed(sink.write, lines)
     time.sleep(0.01)
 started = time.perf_counter()
 sink.finish({"valid/loss": 0.5})
