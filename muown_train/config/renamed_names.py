@@ -39,8 +39,7 @@ def update_stored_config(config: Mapping[str, Any]) -> dict[str, Any]:
         section, _, key = old.rpartition(".")
         settings = updated.get(section) if section else updated
         if isinstance(settings, dict) and key in settings:
-            value = settings.pop(key)
-            settings.setdefault(new.rpartition(".")[2], value)
+            settings[new.rpartition(".")[2]] = settings.pop(key)  # whoever writes the old key means it
     return updated
 
 

@@ -50,7 +50,7 @@ def test_a_run_leaves_everything_in_one_folder_and_says_so(corpus, tmp_path, mon
     }
     assert {path.name for path in (tmp_path / "first").iterdir() if path.name[0] != "."} == files
     assert re.search(r"validation loss [\d.]+, perplexity [\d.]+ \(a unigram model of the same text: [\d.]+\)", out)
-    assert "12 updates, 3,072 tokens" in out and "--- sample ---" in out and "first: checkpoints" in out
+    assert "12 steps, 3,072 tokens" in out and "--- sample ---" in out and "first: checkpoints" in out
     before = (tmp_path / "first" / "metrics.jsonl").read_text()
     assert call(monkeypatch, *arguments) == (None, "")  # again: nothing is trained twice
     assert "finished before" in capsys.readouterr().out

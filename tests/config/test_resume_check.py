@@ -1,16 +1,16 @@
-"""Which runs a configuration may go on with."""
+"""The runs that a configuration may go on with."""
 
 from pathlib import Path
 
 import pytest
 
-from muown_train.config.resume_check import refuse_other_run
+from muown_train.config.resume_check import check_same_run
 
 GPT = {"_target_": "muown_train.models.gpt.GPT", "vocab_size": 97, "layers": 2, "dim": 32, "heads": 2, "seq_len": 16}
 
 
-def refused(old, new) -> None:
-    refuse_other_run(Path("run"), {"config": {"model": GPT | old, "seed": 0}}, {"model": GPT | new, "seed": 0})
+def check(old, new) -> None:
+    check_same_run(Path("run"), {"config": {"model": GPT | old, "seed": 0}}, {"model": GPT | new, "seed": 0})
 
 
 @pytest.mark.parametrize(
@@ -20,11 +20,12 @@ def refused(old, new) -> None:
         ({"init_std": 0.02}, {}),
         ({}, {"mlp_hidden": None}),
         ({"activation_checkpointing": 1}, {}),
+        ({"checkpointed": 1}, {"activation_checkpointing": 2}),
     ],
     ids=str,
 )
 def test_settings_of_another_version_are_those_that_it_had(old, new):
-    refused(old, new)
+    check(old, new)
 
 
 @pytest.mark.parametrize(
@@ -43,4 +44,4 @@ def test_settings_of_another_version_are_those_that_it_had(old, new):
 )
 def test_other_settings_are_refused(old, new, message):
     with pytest.raises(ValueError, match=rf"^run holds a run with {message}"):
-        refused(old, new)
+        check(old, new)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 import muown_train
 import muown_train.optim
 from muown_train.config.compose import CONFIG_DIR
+from muown_train.config.instantiate import ALLOWED, bind_target, check_targets
 from muown_train.config.overrides import check_trust
 from muown_train.config.run_name import locate_run_folder
-from muown_train.config.instantiate import ALLOWED, check_targets, bind_target
 from tests.helpers.runs import trained
 
 STRANGE = [
