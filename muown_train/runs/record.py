@@ -20,7 +20,7 @@ from muown_train.config.run_name import defines_run
 from muown_train.runs.archive_files import RunArchive, list_archives
 from muown_train.runs.metrics import Line, parse_metrics
 from muown_train.runs.status import read_status
-from muown_train.runtime.atomic_files import read_json
+from muown_train.runtime.atomic_files import try_read_json
 
 SMOOTHED = 0.02  # share of a run's steps over which a smoothed training loss is averaged
 ABSENT = "—"  # stands in tables for a value that there is not
@@ -197,7 +197,7 @@ def read_run(folder: str | Path) -> RunRecord:
     folder = Path(folder)
     if not folder.exists() and folder.name in (archive := RunArchive(folder.parent)).entries:
         return _make_archived_record(archive, folder.name)
-    return RunRecord(folder, read_config(folder), read_json(folder / "manifest.json"), read_status(folder))
+    return RunRecord(folder, read_config(folder), try_read_json(folder / "manifest.json"), read_status(folder))
 
 
 def read_archived_runs(folder: Path) -> list[RunRecord]:

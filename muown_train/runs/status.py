@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muown_train.runs.metrics import Metrics
-from muown_train.runtime.atomic_files import read_json, write_atomic
+from muown_train.runtime.atomic_files import try_read_json, write_atomic
 
 if TYPE_CHECKING:  # those who read a status load no torch
     from muown_train.runtime.distributed import World
@@ -40,7 +40,7 @@ def write_status(folder: Path, outcome: Outcome, step: int, steps: int) -> None:
 
 def read_status(folder: Path) -> dict[str, Any]:
     """Return the content of status.json; {} if there is none or it cannot be read."""
-    return read_json(folder / "status.json")
+    return try_read_json(folder / "status.json")
 
 
 def count_start(folder: Path, give_up_after: int, world: "World") -> None:

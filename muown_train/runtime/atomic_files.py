@@ -1,4 +1,4 @@
-"""Files that are whole or absent: what several parts of the program do to make them so."""
+"""Write files and folders so that they are complete or absent, whenever the process or the machine stops."""
 
 import json
 import os
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PARTIAL = ".partial"  # ends the names of files that are not complete
+PARTIAL = ".partial"  # the ending of names of incomplete files
 
 
 def sync_to_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the list of names in a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -21,44 +21,48 @@ def sync_to_disk(path: Path) -> None:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write a file beside its place, sync and rename it: it is as before or whole, and on the disk on return."""
-    beside = path.with_name(path.name + PARTIAL)
-    beside.write_bytes(content)
-    sync_to_disk(beside)
-    os.replace(beside, path)
+    """Write a file beside its place, sync it and rename it.
+
+    At any time the file is either as before or complete. On return it is on the disk.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    partial.write_bytes(content)
+    sync_to_disk(partial)
+    os.replace(partial, path)
     sync_to_disk(path.parent)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; {} where there is none or it cannot be read."""
+def try_read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, or {} if there is none or it cannot be read."""
     try:
-        found = json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 @contextmanager
 def atomic_folder(folder: Path, check: Callable[[Path], None]) -> Iterator[Path]:
-    """A folder to write to, beside its place, that takes it when the block ends well; its files are on the disk then.
+    """Yield a folder to write to, which replaces `folder` if the block ends without an error.
 
-    What a process that was killed left is removed, or put back if it is what was there before.
+    Its files are on the disk then. Leftovers of a process that was killed are removed, except for the earlier content
+    of `folder`, which is put back.
 
     Args:
-        check: called with `folder`, raises where it must not be replaced.
+        check: is called with `folder` and raises an error if it must not be replaced.
 
     Raises:
-        ValueError: another process writes it.
-        OSError: naming `folder`, or the file in it, that could not be written.
+        ValueError: another process writes the folder.
+        OSError: a file could not be written; the error names it by its place in `folder`.
     """
-    from filelock import FileLock, Timeout  # not where data are read alone
+    from filelock import FileLock, Timeout  # imported here, since those who only read data do not need it
 
-    place = Path(os.path.abspath(folder))  # `.` has a name too
+    place = Path(os.path.abspath(folder))  # makes `.` a path with a name
     place.parent.mkdir(parents=True, exist_ok=True)
     partial, before, lock = (place.with_name(f".{place.name}.{kind}") for kind in ("partial", "before", "lock"))
     try:
         with FileLock(lock, timeout=0):
-            _put_back(before, place)
+            _restore(before, place)
             check(folder)
             shutil.rmtree(before, ignore_errors=True)
             shutil.rmtree(partial, ignore_errors=True)
@@ -72,19 +76,20 @@ def atomic_folder(folder: Path, check: Callable[[Path], None]) -> Iterator[Path]
                 partial.rename(place)
                 sync_to_disk(place.parent)
             except OSError as error:
-                within = Path(error.filename or partial)
-                if error.errno is None or not within.is_relative_to(partial):
+                failed_path = Path(error.filename or partial)
+                if error.errno is None or not failed_path.is_relative_to(partial):
                     raise
-                place_of_it = folder / within.relative_to(partial)  # as it would have been called
-                raise OSError(error.errno, os.strerror(error.errno), str(place_of_it)) from error
+                final_path = folder / failed_path.relative_to(partial)
+                raise OSError(error.errno, os.strerror(error.errno), str(final_path)) from error
             finally:
-                _put_back(before, place)
+                _restore(before, place)
                 shutil.rmtree(partial, ignore_errors=True)
             shutil.rmtree(before, ignore_errors=True)
     except Timeout:
         raise ValueError(f"{folder} is being written by another process: wait for it, or give another --out") from None
 
 
-def _put_back(before: Path, place: Path) -> None:
+def _restore(before: Path, place: Path) -> None:
+    """Put the earlier folder back if nothing has taken its place."""
     if before.exists() and not place.exists():
         before.rename(place)

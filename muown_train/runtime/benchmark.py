@@ -1,4 +1,4 @@
-"""What a call takes, measured: time, and memory at most."""
+"""Measure the time and the peak memory of a call."""
 
 import gc
 import os
@@ -11,38 +11,38 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def read_clock(device: torch.device) -> float:
-    """Seconds on the clock once the device has done its work."""
+    """Return the clock's seconds after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def time_call(action: Callable[[], Any], device: torch.device) -> float:
-    """Of one call, the device's work included."""
+    """Return the seconds of one call, including the device's work."""
     started = read_clock(device)
     action()
     return read_clock(device) - started
 
 
 def measure_peak_memory(action: Callable[[], Any], device: torch.device | str) -> int:
-    """Bytes of tensors that a call takes at most besides those that exist before it.
+    """Return the most bytes of tensors that a call holds at once, besides the tensors that exist before it.
 
-    On a GPU by the allocator's own count, on a CPU by the profiler's record of what is taken and freed, which slows
-    the call down.
+    On a GPU the allocator counts them. On a CPU the profiler records what is allocated and freed, which slows the call
+    down.
     """
-    gc.collect()  # what is freed in the call and was there before it would count against what it takes
+    gc.collect()  # garbage from before, if freed during the call, would be subtracted from the call's own tensors
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         action()
         return torch.cuda.max_memory_allocated() - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would say on the terminal that it begins and ends
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler from announcing its begin and end
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         action()
-    taken = most = 0
+    allocated = peak = 0
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
-            taken += event.nbytes()
-            most = max(most, taken)
-    return most
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
+    return peak

@@ -1,4 +1,4 @@
-"""What machines can do: rates of GPUs, for MFU and for estimates, and the precision that `auto` stands for."""
+"""Properties of devices: rates of GPUs, for MFU and for estimates, and the precision that `auto` stands for."""
 
 import platform
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ from muown_train.runtime.suggest import suggest_nearest
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by its maker's data sheet, rates per second.
+    """A GPU according to its maker's data sheet; rates are per second.
 
-    Memory is what nvidia-smi reports as the total, of which the driver and CUDA take their part.
+    The memory is the total that nvidia-smi reports, of which the driver and CUDA take their part.
     """
 
-    part: str  # of the name that torch gives it
-    flops: float  # dense products in bfloat16
-    float32: float  # outside of tensor cores, since torch multiplies float32 in full unless told otherwise
-    bandwidth: float  # bytes of its memory
+    name_part: str  # a part of the name that torch gives it
+    flops: float  # operations of dense bfloat16 products
+    float32_flops: float  # without tensor cores, since torch multiplies float32 in full precision by default
+    bandwidth: float  # bytes to and from its memory
     memory: int  # bytes
-    link: float  # bytes each way to the other GPUs of its node
-    node: int  # GPUs that are commonly linked so
+    link_bandwidth: float  # bytes each way to the other GPUs of its node
+    gpus_per_node: int  # the usual number of GPUs that are linked like this
 
 
-# Rates with sparsity, which data sheets print first for tensor cores, are halved. A name is looked for in this order,
-# so that a variant comes before what its name contains.
+# Data sheets print the rates of tensor cores with sparsity first; these are halved here. Names are compared in this
+# order, so a variant stands before a GPU whose name is a part of its own.
 GPUS = {
     # NVIDIA GH200 Grace Hopper Superchip data sheet, with 96 GB of HBM3; four are linked in a node of Alps
     "GH200-96GB": Gpu("GH200", 989e12, 67e12, 4.0e12, 97871 * 2**20, 450e9, 4),
@@ -47,35 +47,35 @@ GPUS = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of that name in GPUS, whatever the case of its letters.
+    """Return the GPU of that name in GPUS; the case of letters does not matter.
 
     Raises:
-        ValueError: there is none, with the nearest that there is.
+        ValueError: there is none; the message suggests the nearest name.
     """
-    for known, found in GPUS.items():
-        if known.lower() == name.lower():
-            return found
+    for known_name, gpu in GPUS.items():
+        if known_name.lower() == name.lower():
+            return gpu
     raise ValueError(f"there is no device {name}{suggest_nearest(name, GPUS)}; there are {', '.join(GPUS)}")
 
 
 def find_device(name: str | None) -> torch.device:
-    """The device of that name, such as cpu or cuda:1; by default a GPU if there is one, and else the CPU.
+    """Return the device of that name, such as cpu or cuda:1; by default a GPU if there is one, and else the CPU.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: the machine has no such device, or torch cannot use it.
     """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         if not torch.amp.is_autocast_available(device.type):
             raise RuntimeError("give cpu or cuda")
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
         raise ValueError(f"device {name} cannot be used: {str(error).splitlines()[0]}") from error
     return device
 
 
 def get_device_name(device: torch.device) -> str:
-    """A name for people: of the GPU, or of the processor."""
+    """Return the name of the GPU or of the processor for people."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -86,17 +86,17 @@ def get_device_name(device: torch.device) -> str:
 
 
 def get_peak_flops(device: torch.device) -> float | None:
-    """Dense bfloat16 FLOP/s of a GPU; None where the device is not in the table."""
+    """Return the FLOP/s of a GPU for dense bfloat16 products; None if the device is not in GPUS."""
     if device.type != "cuda":
         return None
     name = get_device_name(device)
-    return next((known.flops for known in GPUS.values() if known.part in name), None)
+    return next((gpu.flops for gpu in GPUS.values() if gpu.name_part in name), None)
 
 
 def wants_autocast(precision: str, device: torch.device) -> bool:
-    """Whether forward passes run in bfloat16.
+    """Return whether forward passes run in bfloat16.
 
     Args:
-        precision: auto (bfloat16 where the device multiplies matrices in it faster), bfloat16 or float32.
+        precision: bfloat16, float32, or auto for bfloat16 where the device multiplies matrices faster in it.
     """
     return precision == "bfloat16" or (precision == "auto" and has_fast_bfloat16(device))

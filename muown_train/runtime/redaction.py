@@ -1,7 +1,8 @@
-"""Passwords and keys stay out of all that a run writes and says: they are replaced by ***.
+"""Keep passwords and keys out of everything that a run writes and prints, by replacing them with ***.
 
-What counts as one: the values of environment variables with such names, tokens of the hub and keys of W&B by their
-form, user and password in an address, signatures and tokens in its query, and settings with such names.
+These count as secrets: values of environment variables with names such as TOKEN or PASSWORD, tokens of the Hugging Face
+hub and keys of W&B, which have a known form, user and password in an address, signatures and tokens in its query, and
+settings with names such as `token` or `api_key`.
 """
 
 import json
@@ -15,14 +16,14 @@ from contextlib import contextmanager
 from typing import Any
 
 HIDDEN = "***"
-_SHORTEST = 8  # characters of a value in the environment; a shorter one would hide innocent text
+_SHORTEST = 8  # characters of a secret value; hiding shorter ones would hide innocent text
 _VARIABLE = re.compile(r"(?:TOKEN|API_?KEY|ACCESS_KEY|SECRET|SECRET_KEY|PASSWORD|PASSWD)$", re.IGNORECASE)
-# of a setting; other tokens, such as eos_token, belong to texts
+# the name of a secret setting; other tokens, such as eos_token, belong to texts
 _NAME = r"(?:(?:(?:hf|hub|access|auth|api|secret)_?)?token|(?:\w+_)?(?:api_?key|access_key|secret|password|passwd))"
 _FORMS = (
-    (re.compile(r"\bhf_[A-Za-z0-9]{16,}\b"), HIDDEN),  # of the Hugging Face hub
+    (re.compile(r"\bhf_[A-Za-z0-9]{16,}\b"), HIDDEN),  # a token of the Hugging Face hub
     (re.compile(r"\bwandb_v\d+_\w{16,}"), HIDDEN),
-    (re.compile(r"(?i)(key\W{1,4})[0-9a-f]{40}\b"), rf"\1{HIDDEN}"),  # of W&B; so are git's commits, without "key"
+    (re.compile(r"(?i)(key\W{1,4})[0-9a-f]{40}\b"), rf"\1{HIDDEN}"),  # W&B; commits of git look alike, without "key"
     (re.compile(r"(?i)\b(https?:/{1,2})[^\s/?#\"']+@"), rf"\1{HIDDEN}@"),
     (re.compile(r"(?i)\b([a-z][\w+.-]*:/{1,2})[^\s/?#:\"']*:[^\s/?#\"']+@"), rf"\1{HIDDEN}@"),
     (re.compile(r"(?i)([?&][\w.-]*(?:token|signature|credential|key|secret|password)=)[^\s&#\"']+"), rf"\1{HIDDEN}"),
@@ -33,12 +34,12 @@ _SECRET_KEY = re.compile(_NAME, re.IGNORECASE)
 
 
 def redact(text: str) -> str:
-    """The text with *** in place of every secret, also of those that JSON or YAML would write otherwise."""
-    return _redacted(text, _of_environment())
+    """Return the text with *** in place of every secret, also in the forms in which JSON or YAML write it."""
+    return _redact(text, _list_environment_secrets())
 
 
-def _redacted(text: str, values: Iterable[str]) -> str:
-    for value in values:
+def _redact(text: str, secrets: Iterable[str]) -> str:
+    for value in secrets:
         for form in {value, json.dumps(value)[1:-1], repr(value)[1:-1], value.replace("'", "''")}:
             text = text.replace(form, HIDDEN)
     for pattern, replacement in _FORMS:
@@ -47,48 +48,49 @@ def _redacted(text: str, values: Iterable[str]) -> str:
 
 
 def redact_tree(tree: Any) -> Any:
-    """A copy of nested mappings and lists with `redact` texts, keys too."""
-    return _redacted_tree(tree, _of_environment())  # read once: it takes longer than a text
+    """Return a copy of nested mappings and lists in which every text, keys too, is redacted."""
+    return _redact_tree(tree, _list_environment_secrets())  # listed once, which takes longer than redacting a text
 
 
-def _redacted_tree(tree: Any, values: Sequence[str]) -> Any:
+def _redact_tree(tree: Any, secrets: Sequence[str]) -> Any:
     if isinstance(tree, str):
-        return _redacted(tree, values)
+        return _redact(tree, secrets)
     if isinstance(tree, Mapping):
-        return {_redacted_tree(key, values): _setting(key, value, values) for key, value in tree.items()}
+        return {_redact_tree(key, secrets): _redact_value(key, value, secrets) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [_redacted_tree(item, values) for item in tree]
+        return [_redact_tree(item, secrets) for item in tree]
     return tree
 
 
-def _setting(key: Any, value: Any, values: Sequence[str]) -> Any:
+def _redact_value(key: Any, value: Any, secrets: Sequence[str]) -> Any:
+    """Hide the value of a setting whose name says that it is secret; redact any other value."""
     secret = isinstance(key, str) and isinstance(value, str) and len(value) >= _SHORTEST and _SECRET_KEY.fullmatch(key)
-    return HIDDEN if secret else _redacted_tree(value, values)
+    return HIDDEN if secret else _redact_tree(value, secrets)
 
 
-def _of_environment() -> list[str]:
-    """Secrets among the environment's values, the longest first: one may be a part of another."""
+def _list_environment_secrets() -> list[str]:
+    """Return the secrets among the environment's values, the longest first, since one may be a part of another."""
     values = {value for name, value in os.environ.items() if _VARIABLE.search(name)}
     return sorted((value for value in values if len(value) >= _SHORTEST), key=len, reverse=True)
 
 
 @contextmanager
 def redact_tracebacks() -> Iterator[None]:
-    """What leaves this context as an exception ends the process with a redacted traceback and exit status 1.
+    """End the process with a redacted traceback and exit status 1 when an exception leaves this context.
 
-    To be used inside of what else would show an exception; those of other threads are redacted as well.
+    The context belongs inside anything else that shows exceptions. Tracebacks of other threads are redacted as well.
     """
-    before = threading.excepthook
-    threading.excepthook = lambda args: _show(args.exc_value)
+    previous_hook = threading.excepthook
+    threading.excepthook = lambda args: _print_redacted(args.exc_value)
     try:
         yield
     except Exception as error:
-        _show(error)
+        _print_redacted(error)
         sys.exit(1)
     finally:
-        threading.excepthook = before
+        threading.excepthook = previous_hook
 
 
-def _show(error: BaseException | None) -> None:
+def _print_redacted(error: BaseException | None) -> None:
     if error is not None:
         print(redact("".join(traceback.format_exception(error))), end="", file=sys.stderr, flush=True)

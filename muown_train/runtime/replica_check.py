@@ -1,12 +1,12 @@
-"""Whether the ranks of a run still hold the same weights, bit for bit.
+"""Check that the ranks of a run still hold the same weights, bit for bit.
 
-Each parameter is hashed where it is, in exact integer arithmetic: the sum over its words of word * weight, modulo
-2^64, with odd weights that differ modulo 2^33. So the flip of any one bit changes the hash, as does a swap of any two
-of the first 2^32 elements of up to 32 bits; any other change goes unseen with a probability of about 2^-31 or less.
-Equal bits count as equal, those of NaN too.
+Each parameter is hashed on its device, in exact integer arithmetic. The hash is the sum over the parameter's words of
+word * weight, modulo 2^64, with odd weights that differ modulo 2^33. So the flip of any one bit changes the hash, and
+so does a swap of any two of the first 2^32 elements of up to 32 bits. Any other change goes unseen with a probability
+of about 2^-31 or less. Equal bits count as equal, also those of NaN.
 
-For each word of 4 bytes it moves 24, six times as many as reading the weights once; on a CPU core it takes ten times as
-long as their sum.
+The hash moves 24 bytes for each word of 4 bytes, six times as many as reading the weights once; on a CPU core it takes
+ten times as long as their sum.
 """
 
 from collections import Counter
@@ -18,44 +18,44 @@ from torch import Tensor
 
 from muown_train.runtime.distributed import World
 
-_CHUNK = 1 << 20  # words at once: a temporary tensor of 8 MiB
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: its multiples are well spread
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by bytes of an element
+_CHUNK = 1 << 20  # words hashed at once, with a temporary tensor of 8 MiB
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, whose multiples modulo 2^64 are well spread
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # the type of a word, by bytes of an element
 
 
 def find_divergent_ranks(named_parameters: Iterable[tuple[str, Tensor]], world: World) -> str | None:
-    """The first parameter that is not the same on all ranks, in a sentence that is; a collective call.
+    """Name the first parameter that is not the same on all ranks, and the ranks that differ; a collective call.
 
     Args:
         named_parameters: the same names and shapes on every rank.
 
     Returns:
-        None where all are equal; else the ranks that differ from most, where no value has most of them from the
-        lowest rank.
+        None if all parameters are equal; otherwise one sentence, the same on every rank. It names the ranks that differ
+        from the most common value, or from the lowest rank's where several values are equally common.
     """
     if world.size == 1:
         return None
     names, parameters = zip(*named_parameters, strict=True)
     hashes = torch.stack([hash_tensor(p) for p in parameters]).tolist()
     for name, values in zip(names, zip(*world.gather(hashes), strict=True), strict=True):
-        usual = Counter(values).most_common(1)[0][0]  # of equally common ones the first, of the lowest rank
-        others = [rank for rank, value in enumerate(values) if value != usual]
-        if others:
-            ranks = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
+        usual = Counter(values).most_common(1)[0][0]  # the first of equally common values, which is the lowest rank's
+        divergent = [rank for rank, value in enumerate(values) if value != usual]
+        if divergent:
+            ranks = f"rank{'s' * (len(divergent) > 1)} {', '.join(map(str, divergent))}"
             return f"the weights of {name} on {ranks} are not those of rank {values.index(usual)}"
     return None
 
 
 def hash_tensor(p: Tensor) -> Tensor:
-    """A hash of a tensor's bits, () int64 on its device."""
-    whole = p.detach().contiguous()
-    # not reshape(-1), which leaves odd strides to tensors of less than two elements
-    words = whole.as_strided((whole.numel(),), (1,)).view(_WORDS[p.element_size()])
+    """Return a hash of a tensor's bits, () int64 on its device."""
+    elements = p.detach().contiguous()
+    # as_strided, since reshape(-1) leaves odd strides to tensors of less than two elements
+    words = elements.as_strided((elements.numel(),), (1,)).view(_WORDS[p.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=p.device)
     product = torch.empty(min(len(words), _CHUNK), dtype=torch.int64, device=p.device)
     for start in range(0, len(words), _CHUNK):
         chunk = words[start : start + _CHUNK]
-        # word k = start + j has the weight w(j) * (1 + 2^33 * any) + 2 * start, which is 2k + 1 modulo 2^33
+        # word k = start + j has the weight w(j) * (1 + 2^33 * n) + 2 * start with some n, which is 2k + 1 modulo 2^33
         spread = 1 + ((start // _CHUNK * _GOLDEN % 2**64 >> 33) << 33)
         weighted = torch.mul(chunk, _weights(p.device)[: len(chunk)], out=product[: len(chunk)]).sum()
         total += weighted * _signed(spread) + chunk.sum(dtype=torch.int64) * (2 * start)
@@ -64,12 +64,12 @@ def hash_tensor(p: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _weights(device: torch.device) -> Tensor:
-    """w(j), (_CHUNK,) int64: random upper 31 bits, 2j + 1 below."""
+    """Return w(j), (_CHUNK,) int64, with random upper 31 bits and 2j + 1 in the lower 33."""
     generator = torch.Generator().manual_seed(0)
     upper = torch.randint(0, 2**31, (_CHUNK,), generator=generator)
     return (upper * 2**33 + torch.arange(1, 2 * _CHUNK, 2)).to(device)
 
 
 def _signed(value: int) -> int:
-    """The number of 64 bits that int64 can hold, with the same bits."""
+    """Return the int64 that has the same bits as an unsigned number of 64 bits."""
     return value - 2**64 if value >= 2**63 else value

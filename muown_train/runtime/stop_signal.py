@@ -1,8 +1,8 @@
-"""A planned stop: signals and a time limit lead every rank to stop after the same update.
+"""Planned stops: after a signal, or a time limit, all ranks stop after the same step.
 
-A signal sets a flag of the rank that it reached. The flags are reduced once an update, without anybody waiting: the
-reduction that call k of `should_stop` starts, of one number on the host, is read by call k + 1. So every rank learns of
-the stop at the same call, one update after the flag was set.
+A signal sets a flag on the rank that it reaches. The flags are reduced once a step, and no rank waits for it: call k of
+`should_stop` starts the reduction of one number on the host, and call k + 1 reads the result. So every rank learns of
+the stop at the same call, one step after the flag was set.
 """
 
 import os
@@ -17,45 +17,45 @@ from torch import Tensor
 
 from muown_train.runtime.distributed import World
 
-# SLURM's preemption, Ctrl-C, SLURM's early warning, a terminal that is closed
+# sent by SLURM's preemption, by Ctrl-C, as SLURM's early warning, and by a terminal that closes
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopSignal:
-    """Asks all ranks to stop; made by every rank, as it makes a process group, and used as a context.
+    """A context in which a signal on one rank makes all ranks stop; making it is a collective call.
 
-    Inside the context SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask for a stop, of which one line on stderr tells at once;
-    a second SIGINT raises KeyboardInterrupt. Signals can only be handled where the main thread enters it.
+    Inside the context SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask for a stop, and a line on stderr says so at once. A
+    second SIGINT raises KeyboardInterrupt. Only the main thread can enter the context, since only it handles signals.
 
     Args:
-        time_limit: seconds from now after which it asks by itself.
+        time_limit: seconds from now after which a stop is asked for without a signal.
     """
 
     def __init__(self, world: World, time_limit: float | None = None) -> None:
         self.world, self.time_limit = world, time_limit
         self.began = time.monotonic()
-        self.wanted: str | None = None  # by this rank
+        self.requested: str | None = None  # the reason for which this rank asks for a stop
         self._interrupted = False
         self._decided: str | None = None
         self._pending: tuple[dist.Work, Tensor] | None = None
-        self._before: dict[signal.Signals, Any] = {}
-        # on the host, whatever the ranks compute on: the answer never waits for a device
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+        # gloo reduces on the host, so that the answer never waits for a GPU
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
 
     def __enter__(self) -> "StopSignal":
-        self._before = {
+        self._previous_handlers = {
             number: signal.signal(number, self._handle)
             for number in SIGNALS
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # as under nohup
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # ignored under nohup
         }
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        if error is None:  # after an error the other ranks may never come to theirs
+        if error is None:  # after an error the other ranks may never make their call
             self.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -64,43 +64,42 @@ class StopSignal:
             if self._interrupted:
                 raise KeyboardInterrupt
             self._interrupted = True
-        if self.wanted is None and self._decided is None:
+        if self.requested is None and self._decided is None:
             rank = f"[rank {self.world.rank}] " if self.world.size > 1 else ""
             again = "; once more stops at once" if self._interrupted else ""
-            # print() may be what the signal interrupted, and is not to be entered twice
-            os.write(2, f"{rank}{name}: stopping after this update and saving{again}\n".encode())
+            # os.write, since the signal may have interrupted a print(), which must not be entered twice
+            os.write(2, f"{rank}{name}: stopping after this step and saving{again}\n".encode())
         self.request(name)
 
     def request(self, reason: str) -> None:
         """Ask for a stop; the first reason counts."""
-        self.wanted = self.wanted or reason
+        self.requested = self.requested or reason
 
     def should_stop(self) -> str | None:
-        """Whether to stop now; each rank calls it after each update.
+        """Return the reason to stop now, or None; every rank calls this after each step.
 
-        Returns:
-            The reason, the same on every rank and at the same call; None as long as nobody asked.
+        The answer of a call is the same on every rank.
         """
         if self._decided:
             return self._decided
         if self.time_limit is not None and time.monotonic() - self.began >= self.time_limit:
             self.request("time limit")
         if self._group is None:
-            self._decided = self.wanted
+            self._decided = self.requested
             return self._decided
-        asking = self._reduced()
+        asking = self._finish_reduction()
         if asking:
-            reason = [self.wanted]
+            reason = [self.requested]
             dist.broadcast_object_list(reason, src=asking - 1, group=self._group)
             self._decided = reason[0]
             return self._decided
-        flag = torch.tensor(self.world.rank + 1 if self.wanted else 0)
+        flag = torch.tensor(self.world.rank + 1 if self.requested else 0)
         work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._pending = work, flag
         return None
 
-    def _reduced(self) -> int:
-        """What the last call's reduction says: 1 + the highest rank that asks for a stop, or 0."""
+    def _finish_reduction(self) -> int:
+        """Return the result of the last call's reduction: 1 + the highest rank that asks for a stop, or 0."""
         if self._pending is None:
             return 0
         work, flag = self._pending
@@ -109,5 +108,8 @@ class StopSignal:
         return int(flag)
 
     def close(self) -> None:
-        """Wait for what is under way; all ranks have called `should_stop` equally often. Any number of times."""
-        self._reduced()
+        """Wait for the reduction under way; all ranks must have called `should_stop` equally often.
+
+        Further calls do nothing.
+        """
+        self._finish_reduction()

@@ -1,4 +1,4 @@
-"""What somebody meant who mistyped: the nearest name that there is, and the setting that a stray word belongs to."""
+"""Guess what a mistyped word means: the nearest known name, or the setting that a stray word belongs to."""
 
 import difflib
 import re
@@ -7,38 +7,42 @@ from typing import Any
 
 
 def suggest_nearest(word: Any, known: Iterable[str]) -> str:
-    """` (did you mean …?)` or nothing; a word of YAML may be a number or a truth value."""
-    found = find_nearest(str(word), known)
-    return f" (did you mean {found}?)" if found else ""
+    """Return ` (did you mean …?)` with the nearest known name, or "" if none is near.
+
+    The word may be a number or a truth value, as YAML reads it.
+    """
+    name = find_nearest(str(word), known)
+    return f" (did you mean {name}?)" if name else ""
 
 
 def find_nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The name that a word resembles most, whatever its case; one that it begins with goes before others."""
+    """Return the name that a word resembles most, whatever its case; a name that the word begins with is preferred."""
     names = {str(name).lower(): str(name) for name in known}
-    found = difflib.get_close_matches(word.lower(), list(names), n=3, cutoff=cutoff)
-    best = next((name for name in found if word.lower().startswith(name)), found[0] if found else None)
+    matches = difflib.get_close_matches(word.lower(), list(names), n=3, cutoff=cutoff)
+    best = next((name for name in matches if word.lower().startswith(name)), matches[0] if matches else None)
     return names[best] if best else None
 
 
 def find_nearest_key(key: str, known: Iterable[str]) -> str | None:
-    """The dotted key that was meant: a similar one beside it, one similar as a whole, or of that name elsewhere.
+    """Return the known dotted key that was probably meant.
 
-    Where there is no dot the section may have been forgotten: then the same name elsewhere goes first.
+    The first choice is a similar name in the same section, then a key that is similar as a whole, then the same name in
+    another section. A key without a dot may lack its section, so there the same name in a section is the first choice.
     """
     known = list(known)
-    parent, _, name = key.rpartition(".")
-    beside = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent}
-    same = min((other for other in known if other.lower().endswith(f".{name.lower()}")), key=len, default=None)
-    if not parent:
-        return same or find_nearest(name, beside)
-    found = find_nearest(name, beside, 0.7)
-    return beside[found] if found else find_nearest(key, known, 0.8) or same
+    section, _, name = key.rpartition(".")
+    siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
+    namesake = min((other for other in known if other.lower().endswith(f".{name.lower()}")), key=len, default=None)
+    if not section:
+        return namesake or find_nearest(name, siblings)
+    sibling = find_nearest(name, siblings, 0.7)
+    return siblings[sibling] if sibling else find_nearest(key, known, 0.8) or namesake
 
 
-def explain_word(words: Sequence[str], i: int) -> str:
-    """What is wrong with the i-th word of a command line, which is no setting.
+def explain_stray_word(words: Sequence[str], i: int) -> str:
+    """Return a sentence about the i-th word of a command line, which cannot be read as a setting.
 
-    A stray space, a colon or a forgotten `=` shows in the words before and after.
+    The words before and after it show whether there is a stray space, a colon, or a missing `=`.
     """
     before, word, after = words[i - 1] if i else "", words[i], [*words[i + 1 :], "=", "="]
     meant = None

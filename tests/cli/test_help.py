@@ -11,7 +11,7 @@ import pytest
 from muown_train.cli.help import EXAMPLES, SETTINGS, format_help
 from muown_train.config.compose import CONFIG_DIR, GROUPS, compose_config, read_first_sentence
 from muown_train.config.overrides import quote_text
-from muown_train.runtime.suggest import explain_word, suggest_nearest
+from muown_train.runtime.suggest import explain_stray_word, suggest_nearest
 from tests.cli.test_main import COMMAND, call
 
 
@@ -150,7 +150,7 @@ def test_names_beside_each_other():
     assert suggest_nearest("67M", ["67m", "1b"]) == " (did you mean 67m?)"
     assert suggest_nearest("optimizer", ["shard_optimizer", "optim"]) == " (did you mean optim?)"
     assert suggest_nearest("epochs", ["seed", "tokens"]) == ""
-    assert explain_word(["é["], 0) == "cannot read 'é[': settings are key=value, text with special characters in quotes"
+    assert explain_stray_word(["é["], 0) == "cannot read 'é[': settings are key=value, text with special characters in quotes"
 
 
 def test_the_installed_command_and_the_module_are_one():

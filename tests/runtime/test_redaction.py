@@ -136,7 +136,14 @@ def test_names_of_runs_hide_and_still_differ(secrets):
 
 def test_settings_that_change_no_result_change_no_name():
     plain = default_run_name({"model": "tiny", "optim": "muown"}, [], 0)
-    others = ["give_up_after=3", "time_limit=60", "keep_every=10", "keep_best=true", "trust=[a.b]", "check_every=5"]
+    others = [
+        "give_up_after=3",
+        "time_limit=60",
+        "keep_every=10",
+        "keep_best=true",
+        "trust=[a.b]",
+        "replica_check_every=5",
+    ]
     assert default_run_name({"model": "tiny", "optim": "muown"}, others, 0) == plain
 
 

@@ -42,6 +42,7 @@ def chunk(request, monkeypatch):
     parity._weights.cache_clear()
 
 
+@settings(deadline=None)
 @given(tensors())
 def test_equal_bits_have_equal_hashes_whatever_the_strides(p):
     assert hash_of(p) == hash_of(p.clone()) == hash_of(torch.stack([p, p], dim=1)[:, 1])
@@ -51,6 +52,7 @@ def test_equal_bits_have_equal_hashes_whatever_the_strides(p):
 
 @pytest.mark.usefixtures("chunk")
 def test_any_flipped_bit_is_found():
+    @settings(deadline=None)
     @given(tensors(least=1), st.data())
     def found(p, data):
         other = p.clone()
@@ -62,6 +64,7 @@ def test_any_flipped_bit_is_found():
 
 @pytest.mark.usefixtures("chunk")
 def test_any_swap_of_two_elements_is_found():
+    @settings(deadline=None)
     @given(tensors(least=2), st.data())
     def found(p, data):
         i, j = data.draw(st.lists(st.integers(0, len(p) - 1), min_size=2, max_size=2, unique=True))
@@ -74,7 +77,7 @@ def test_any_swap_of_two_elements_is_found():
 
 @pytest.mark.usefixtures("chunk")
 def test_any_other_difference_is_found():
-    @settings(max_examples=300)
+    @settings(max_examples=300, deadline=None)
     @given(dtypes, st.data())
     def found(dtype, data):
         size = BYTES[dtype] * data.draw(st.integers(1, 12))

@@ -26,7 +26,7 @@ def test_signal_asks_for_a_stop_and_tells_at_once(number, capfd):
         os.kill(os.getpid(), number)
         told = capfd.readouterr().err
         assert stop.should_stop() == stop.should_stop() == number.name
-    assert told.startswith(f"{number.name}: stopping after this update and saving") and told.count("\n") == 1
+    assert told.startswith(f"{number.name}: stopping after this step and saving") and told.count("\n") == 1
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
@@ -61,7 +61,7 @@ def test_time_limit_and_request():
 
 
 def _stops(world: World, seed: int) -> list[tuple[int, str | None]]:
-    """Updates of random lengths with a signal to one or two ranks: (calls of `should_stop`, its reason) of each trial."""
+    """Return (calls of `should_stop`, its reason) of trials with steps of random lengths and one or two signals."""
     common = random.Random(seed)
     results = []
     for trial in range(8):

@@ -62,7 +62,7 @@ def test_a_signal_before_the_time_limit_saves_and_requeues(train, tmp_path, unin
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())[-1:] == [f"step-{saved:08d}"]
     job.wait("COMPLETED")
     log = job.log.read_text()
-    assert "SIGUSR1: stopping after this update and saving" in log and "stopped before the time limit: requeued" in log
+    assert "SIGUSR1: stopping after this step and saving" in log and "stopped before the time limit: requeued" in log
     assert f"going on after update {saved}" in log
     assert losses(tmp_path / "run") == uninterrupted
 

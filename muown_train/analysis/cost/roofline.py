@@ -74,7 +74,7 @@ def update_time(
         optimizer: may be on the meta device; spread over so many `owners`, 1 if every rank does all.
         sent: bytes of a number of the gradients on its way over the ranks.
     """
-    rate = gpu.flops if how.autocast else gpu.float32
+    rate = gpu.flops if how.autocast else gpu.float32_flops
     memory = gpu.bandwidth * FRACTIONS["memory"]
     tokens = how.tokens * accumulation
     again = 1 + sizes.activation_checkpointing / sizes.layers / 3  # a forward pass is a third
@@ -107,7 +107,7 @@ def _step(optimizer: Combined, gpu: Gpu, owners: int, how: Pass) -> float:
         for group in part.param_groups:
             # SOAP multiplies in float32; its QR decompositions, which no peak rate tells of, count as products
             half = "ns_steps" in group and how.autocast
-            rate = (gpu.flops if half else gpu.float32) * FRACTIONS["products"]
+            rate = (gpu.flops if half else gpu.float32_flops) * FRACTIONS["products"]
             for p in group["params"]:
                 traffic = bytes_each * p.numel() / (gpu.bandwidth * FRACTIONS["memory"])
                 seconds[owner[p]] += traffic + _products(p, group) / rate
@@ -123,6 +123,6 @@ def _sent(sizes: Sizes, gpu: Gpu, ranks: int, owners: int, sent: int) -> float:
     """Seconds of an all-reduce of gradients, and of the broadcasts of a sharded optimizer; a ring of all ranks."""
     if ranks == 1:
         return 0.0
-    link = gpu.link if ranks <= gpu.node else min(gpu.link, NETWORK * gpu.node)
+    link = gpu.link_bandwidth if ranks <= gpu.gpus_per_node else min(gpu.link_bandwidth, NETWORK * gpu.gpus_per_node)
     gradients = 2 * (ranks - 1) / ranks * sent * sizes.parameters
     return (gradients + (FLOAT * sizes.parameters if owners > 1 else 0)) / (link * FRACTIONS["link"])
