@@ -1,4 +1,4 @@
-"""Checkpoints as subjects of the same measurements as runs, and where their results are kept."""
+"""Measure a saved checkpoint with the probes of a run, and keep the results."""
 
 import hashlib
 import json
@@ -7,75 +7,75 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from muown_train.analysis.context import Magnitudes, Subject
-from muown_train.analysis.scoring import own_validation
+from muown_train.analysis.context import Magnitudes, ProbeContext
+from muown_train.analysis.scoring import rebuild_data
 from muown_train.data.rows import RowSource
 from muown_train.runs import checkpoint_files as files
 from muown_train.runs.checkpoint import unflatten
 from muown_train.runs.checkpoint_reader import OpenCheckpoint, list_steps
-from muown_train.runs.metrics import encoded, read_metrics
+from muown_train.runs.metrics import encode_line, read_metrics
 from muown_train.runs.saved_run import SavedRun, open_run
 from muown_train.runtime import hardware
 from muown_train.runtime.atomic_files import write_atomic
 from muown_train.runtime.distributed import World
 
-FOLDER = "analysis"  # in a run's folder, where training looks at nothing
+FOLDER = "analysis"  # in a run's folder; training never reads it
 
 
-def subject_of(saved: SavedRun, world: World) -> Subject:
-    """A checkpoint, with data as the run would go on with.
+def make_context(saved: SavedRun, world: World) -> ProbeContext:
+    """Return the context of a checkpoint, with the data that the run would train on next.
 
-    Data are rebuilt when they are first asked for, and so are the errors if that is impossible.
+    The data are rebuilt when they are first asked for; if that is impossible, the error comes then.
     """
-    model, top = saved.load_model(world.device), saved.config
+    model, config = saved.load_model(world.device), saved.config
 
     @cache
-    def rows() -> RowSource:
-        return own_validation(saved, model.vocab_size).train
+    def get_rows() -> RowSource:
+        return rebuild_data(saved, model.vocab_size).train
 
-    def place() -> dict[str, Any]:
+    def get_loader_state() -> dict[str, Any]:
         state: dict[str, Any] = {"rows": 0, **unflatten(saved.opened.rest).get("data", {})}
         return state
 
-    return Subject(
+    return ProbeContext(
         model,
         world,
-        lambda: magnitudes_in(saved.opened),
-        rows,
-        place,
-        top.seq_len,
-        top.batch_tokens,
-        top.micro_batch,
-        hardware.wants_autocast(top.precision, world.device),
+        lambda: read_magnitudes(saved.opened),
+        get_rows,
+        get_loader_state,
+        config.seq_len,
+        config.batch_tokens,
+        config.micro_batch,
+        hardware.wants_autocast(config.precision, world.device),
     )
 
 
-def magnitudes_in(checkpoint: OpenCheckpoint) -> dict[str, Magnitudes]:
-    """What Muown had of each parameter; nothing where the checkpoint holds weights alone: see `check_optimizer`."""
+def read_magnitudes(checkpoint: OpenCheckpoint) -> dict[str, Magnitudes]:
+    """Return Muown's magnitudes by parameter; {} for weights alone (see `check_optimizer_state`)."""
     state = checkpoint.load_optimizer_state(("magnitude", "row_norm"))
     return {name: Magnitudes(own["magnitude"], own["row_norm"]) for name, own in state.items() if "magnitude" in own}
 
 
-def check_optimizer(checkpoint: OpenCheckpoint) -> None:
-    """For what depends on the optimizer.
+def check_optimizer_state(checkpoint: OpenCheckpoint) -> None:
+    """Refuse a checkpoint from which nothing that depends on the optimizer can be measured.
 
     Raises:
         ValueError: the checkpoint holds weights alone.
     """
     if not checkpoint.load_optimizer_state(()):
         raise ValueError(
-            f"{checkpoint.folder} holds weights alone, and nothing of the optimizer whose gradients are asked for"
+            f"{checkpoint.folder} holds weights alone: this measurement also needs the state of the optimizer"
         )
 
 
-def chosen(run: Path, steps: Sequence[int] | None, every: bool) -> list[SavedRun]:
-    """Checkpoints of a run in the order of their steps: those of `steps`, all if `every`, or the newest.
+def open_checkpoints(run: Path, steps: Sequence[int] | None, every: bool) -> list[SavedRun]:
+    """Open checkpoints of a run in the order of their steps: those of `steps`, all if `every`, or the newest.
 
     Args:
-        run: its folder, or that of one checkpoint.
+        run: the folder of a run or of one checkpoint.
 
     Raises:
-        ValueError: one is not there or damaged.
+        ValueError: a checkpoint does not exist or is damaged.
     """
     if steps is None and every:
         steps = list_steps(run)
@@ -88,23 +88,23 @@ class Results:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def lines(self) -> list[dict[str, Any]]:
-        """What is there, by step and then by time; with numbers that are none as NaN and infinities."""
+    def read(self) -> list[dict[str, Any]]:
+        """Return all lines, ordered by step and then by time; null becomes NaN or an infinity again."""
         return read_metrics(self.path) if self.path.exists() else []
 
-    def find(self, about: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The line that has all of that: a `step`, the `checkpoint`'s identity and settings."""
-        return next((line for line in self.lines() if {**line, **about} == line), None)
+    def find(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the line that contains all of `key`: a `step`, the identity of the `checkpoint`, and settings."""
+        return next((line for line in self.read() if {**line, **key} == line), None)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Write a line, in place of those of another checkpoint of its step."""
+        """Write a line, which replaces the lines of any other checkpoint of the same step."""
         kept = [
-            old for old in self.lines() if old["step"] != line["step"] or old.get("checkpoint") == line["checkpoint"]
+            old for old in self.read() if old["step"] != line["step"] or old.get("checkpoint") == line["checkpoint"]
         ]
-        write_atomic(self.path, b"".join(map(encoded, sorted([*kept, line], key=lambda each: each["step"]))))
+        write_atomic(self.path, b"".join(map(encode_line, sorted([*kept, line], key=lambda each: each["step"]))))
 
 
-def identity(saved: SavedRun) -> str:
-    """16 hexadecimal digits, others for other content of a checkpoint."""
+def identify_checkpoint(saved: SavedRun) -> str:
+    """Return 16 hexadecimal digits that differ between checkpoints of different content."""
     index = json.loads((saved.checkpoint / files.INDEX).read_text())
     return hashlib.sha256(json.dumps([saved.step, index["files"]], sort_keys=True).encode()).hexdigest()[:16]

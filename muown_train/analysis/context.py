@@ -1,7 +1,7 @@
-"""What is measured: a model at a moment of its training, with what its optimizer and its data know of that moment.
+"""What a measurement sees: a model at one moment of its training, the state of its optimizer, and its next data.
 
-A measurement changes nothing, bit for bit: gradients come from `torch.autograd.grad`, which leaves `p.grad` and the
-hooks of DDP alone; rows from a source of its own; and no generator of random numbers is used.
+A measurement does not change training, bit for bit: gradients come from `torch.autograd.grad`, which leaves `p.grad`
+and the hooks of DDP alone; rows come from a source of its own; and it uses no random number generator.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from muown_train.analysis.matrices import Matrix, matrices
+from muown_train.analysis.matrices import Matrix, find_matrices
 from muown_train.data.loader import Loader
 from muown_train.data.rows import RowSource
 from muown_train.models.language_model import LanguageModel
@@ -24,30 +24,31 @@ Gradients = dict[nn.Parameter, Tensor]
 
 
 class Magnitudes(NamedTuple):
-    """What Muown keeps of a parameter (m, n): see `muown_train.optim.core.weight_norm`."""
+    """The vectors that Muown keeps for a parameter (m, n): see `muown_train.optim.core.weight_norm`."""
 
     g: Tensor  # (m,)
     r: Tensor  # (m,)
 
 
 @dataclass
-class Subject:
-    """The same calls on every rank; all that is found is the same on every rank too.
+class ProbeContext:
+    """The model, optimizer state and data that probes read; every rank makes the same calls and gets the same results.
 
     Args:
-        model: not compiled, on world.device.
-        magnitudes: of the parameters that Muown reparameterizes, by canonical name; all others are missing.
-        rows: rows of the run, by a source that nobody else uses.
-        place: the state of the run's loader, from where minibatches go on.
-        batch_tokens: of an update, over all ranks; micro_batch: rows per rank and forward.
-        autocast: bfloat16 in forward passes.
+        model: the uncompiled model on world.device.
+        get_magnitudes: returns, by canonical name, the magnitudes of the parameters that Muown reparameterizes.
+        get_rows: returns the rows of the run, from a source that nothing else reads.
+        get_loader_state: returns the state of the run's loader, from which the next minibatches follow.
+        batch_tokens: tokens per step over all ranks.
+        micro_batch: rows per rank and forward pass.
+        autocast: whether forward passes run in bfloat16.
     """
 
     model: LanguageModel
     world: World
-    magnitudes: Callable[[], Mapping[str, Magnitudes]]
-    rows: Callable[[], RowSource]
-    place: Callable[[], dict[str, Any]]
+    get_magnitudes: Callable[[], Mapping[str, Magnitudes]]
+    get_rows: Callable[[], RowSource]
+    get_loader_state: Callable[[], dict[str, Any]]
     seq_len: int
     batch_tokens: int
     micro_batch: int
@@ -55,69 +56,69 @@ class Subject:
     matrices: list[Matrix] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.matrices = list(matrices(self.model))
+        self.matrices = list(find_matrices(self.model))
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """The summed loss of rows (B, T+1), in the run's precision."""
+    def compute_loss(self, rows: Tensor) -> Tensor:
+        """Return the summed loss of rows (B, T+1), in the run's precision."""
         with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.autocast):
             loss: Tensor = self.model(rows[:, :-1], rows[:, 1:])
         return loss
 
-    def batches(self, count: int, rows: int) -> Iterator[Tensor]:
-        """This rank's rows (rows / ranks, T+1) of the next minibatches that the run will train on."""
-        loader = Loader(self.rows(), rows, self.world.rank, self.world.size, prefetch=0)
-        loader.load_state_dict(self.place())
+    def iterate_batches(self, count: int, rows: int) -> Iterator[Tensor]:
+        """Yield this rank's rows (rows / ranks, T+1) of the next `count` minibatches that the run will train on."""
+        loader = Loader(self.get_rows(), rows, self.world.rank, self.world.size, prefetch=0)
+        loader.load_state_dict(self.get_loader_state())
         for _ in range(count):
             yield next(loader).tokens.to(self.world.device)
 
-    def gradient(self, rows: Tensor, targets: int) -> Gradients:
-        """Of the loss of rows (B, T+1), summed and divided by `targets`, with regard to parameters with matrices.
+    def compute_gradient(self, rows: Tensor, targets: int) -> Gradients:
+        """Return the gradient of the summed loss of rows (B, T+1) divided by `targets`, for parameters with matrices.
 
-        Of this rank's rows alone, and without communication.
+        Only this rank's rows count; there is no communication.
         """
         parameters = list(dict.fromkeys(matrix.parameter for matrix in self.matrices))
         total: Gradients = {}
         for part in torch.split(rows, self.micro_batch):
             with torch.enable_grad():
-                loss = self.forward(part) / targets
+                loss = self.compute_loss(part) / targets
             for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
                 total[p] = total[p].add_(gradient) if p in total else gradient
         return total
 
-    def minibatch_gradients(self, count: int, tokens: int) -> Iterator[Gradients]:
-        """Mean gradients of the next minibatches of so many tokens, over all ranks; a collective call each."""
-        for rows in self.batches(count, tokens // self.seq_len):
-            gradients = self.gradient(rows, tokens)
+    def compute_minibatch_gradients(self, count: int, tokens: int) -> Iterator[Gradients]:
+        """Yield the mean gradient of each of the next minibatches of `tokens` tokens; each is a collective call."""
+        for rows in self.iterate_batches(count, tokens // self.seq_len):
+            gradients = self.compute_gradient(rows, tokens)
             for gradient in gradients.values():
                 self.world.sum(gradient)
             yield gradients
 
-    def shared(self, measure: Callable[[Matrix], T]) -> dict[str, T]:
-        """A small result for each matrix, by name, the work dealt out to the ranks; a collective call."""
-        mine = {matrix.name: measure(matrix) for matrix in self.matrices[self.world.rank :: self.world.size]}
-        found = {name: result for part in self.world.gather(mine) for name, result in part.items()}
-        return {matrix.name: found[matrix.name] for matrix in self.matrices}
+    def measure_matrices(self, measure: Callable[[Matrix], T]) -> dict[str, T]:
+        """Return a small result for each matrix by name; the ranks share the work, so this is a collective call."""
+        own = {matrix.name: measure(matrix) for matrix in self.matrices[self.world.rank :: self.world.size]}
+        results = {name: result for part in self.world.gather(own) for name, result in part.items()}
+        return {matrix.name: results[matrix.name] for matrix in self.matrices}
 
     def check_rows(self, key: str, rows: int) -> None:
-        """Refuse a number of rows that the ranks cannot share.
+        """Refuse a number of rows that the ranks cannot share equally.
 
         Raises:
             ValueError: naming the setting.
         """
         if rows % self.world.size:
-            raise ValueError(f"{key}: {rows} rows cannot be dealt out to {self.world.size} ranks: take a multiple")
+            raise ValueError(f"{key}: {rows} rows cannot be shared equally by {self.world.size} ranks: give a multiple")
 
 
-def magnitudes_of(optimizer: Optimizer, model: nn.Module, world: World) -> Callable[[], dict[str, Magnitudes]]:
-    """What `Subject` asks of an optimizer in a run, which may be sharded: a collective call."""
+def make_magnitude_reader(optimizer: Optimizer, model: nn.Module, world: World) -> Callable[[], dict[str, Magnitudes]]:
+    """Return `ProbeContext.get_magnitudes` for a run's optimizer, which may be sharded: calling it is collective."""
     names: dict[Tensor, str] = {p: canonical_name(name) for name, p in model.named_parameters()}
 
-    def gathered() -> dict[str, Magnitudes]:
+    def gather_magnitudes() -> dict[str, Magnitudes]:
         own = {
             names[p]: Magnitudes(state["magnitude"].cpu(), state["row_norm"].cpu())
             for p, state in optimizer.state.items()
             if "magnitude" in state
         }
-        return {name: found for part in world.gather(own) for name, found in part.items()}
+        return {name: magnitudes for part in world.gather(own) for name, magnitudes in part.items()}
 
-    return gathered
+    return gather_magnitudes

@@ -1,4 +1,4 @@
-"""Matrices as the model declares them: 2-D weights, fused ones block by block even where Muon sees them as one."""
+"""The weight matrices that a model declares; a fused matrix counts block by block, even where Muon sees it as one."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,22 +11,22 @@ from muown_train.optim.param_groups import canonical_name, parameter_roles
 class Matrix(NamedTuple):
     """A weight matrix, or one row block of a fused one."""
 
-    name: str  # such as blocks.0.mlp.out.weight; of the second block blocks.0.attention.qkv.weight:1
+    name: str  # such as blocks.0.mlp.out.weight; the second block of a fused one is blocks.0.attention.qkv.weight:1
     parameter: nn.Parameter
     rows: slice
 
     @property
-    def of_parameter(self) -> str:
+    def parameter_name(self) -> str:
         """The canonical name of the whole parameter."""
         return self.name.split(":")[0]
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """Its rows of a tensor that is laid out as the parameter: weights or gradient (m, n), magnitudes (m,)."""
+    def take_rows(self, tensor: Tensor) -> Tensor:
+        """Return the matrix's rows of a tensor laid out as the parameter: weights, gradient (m, n), magnitudes (m,)."""
         return tensor[self.rows]
 
 
-def matrices(model: nn.Module) -> Iterator[Matrix]:
-    """Every parameter in the role of a matrix, in the model's order; embeddings and heads are none."""
+def find_matrices(model: nn.Module) -> Iterator[Matrix]:
+    """Yield every parameter in the role of a matrix, in the model's order; embeddings and heads are not among them."""
     roles = parameter_roles(model)
     for full_name, parameter in model.named_parameters():
         name = canonical_name(full_name)

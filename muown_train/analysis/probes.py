@@ -1,6 +1,7 @@
-"""Measurements that a run makes of itself every `probe_every` updates, and scripts/analyze.py of checkpoints.
+"""Measurements that a run makes of itself every `probe_every` steps, and `muown-train analyze` makes of checkpoints.
 
-A probe is made with a `Subject` and the settings of its section in configs/probes/; called, it gives numbers by name.
+A probe is constructed with a `ProbeContext` and the settings of its section in configs/probes/; a call returns numbers
+by name.
 """
 
 import time
@@ -8,11 +9,15 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from muown_train.analysis.attention_logits import largest_logits
-from muown_train.analysis.context import Gradients, Magnitudes, Subject
-from muown_train.analysis.effective_rank import normalised_effective_rank
+from muown_train.analysis.attention_logits import find_largest_logits
+from muown_train.analysis.context import Gradients, Magnitudes, ProbeContext
 from muown_train.analysis.matrices import Matrix
-from muown_train.analysis.spectral import factors, singular_values, spectral_by_power_iteration
+from muown_train.analysis.spectral import (
+    compute_normalised_effective_rank,
+    compute_singular_values,
+    derive_factors,
+    estimate_spectral_factors,
+)
 from muown_train.config.checks import check_int
 from muown_train.optim.core.weight_norm import split_gradient
 
@@ -20,130 +25,138 @@ Numbers = dict[str, float]
 
 
 class Probes:
-    """Several probes as one: their numbers as NAME/…, and the seconds that all of them took."""
+    """Several probes as one, whose numbers are called NAME/…, and the seconds that all of them took."""
 
     def __init__(self, probes: Mapping[str, Callable[[], Numbers]]) -> None:
         self.probes = probes
 
     def __call__(self) -> Numbers:
-        """A collective call, after which all is as before."""
+        """Measure without changing anything; a collective call."""
         started = time.perf_counter()
         numbers = {f"{name}/{key}": value for name, probe in self.probes.items() for key, value in probe().items()}
         return numbers | {"probe/seconds": time.perf_counter() - started}
 
 
 class Spectral:
-    """Of every matrix and row block ||W||_S_inf, max_i ||W_i|| and lambda_max(P C P): paper, Proposition 1.
+    """Measures ||W||_S_inf, max_i ||W_i|| and lambda_max(P C P) (paper, Proposition 1) of every matrix and row block.
 
-    Of those that Muown reparameterizes also `negative`: the share of its magnitudes g that are below 0, where Adam's
-    steps have turned a row around.
+    For matrices that Muown reparameterizes it adds `negative`, the share of the magnitudes g that are below 0: their
+    rows were turned around by Adam's steps.
 
     Args:
-        iterations: of power iteration, which then also gives the `error` of the spectral norm; None: exact.
-        quantiles: so many of the singular values, evenly spaced from the smallest (0) to the largest (1).
+        iterations: the number of power iterations, which also give the `error` of the spectral norm; None: exact.
+        quantiles: how many singular values to report, evenly spaced from the smallest (0) to the largest (1).
 
     Raises:
-        ValueError: a setting that cannot be.
+        ValueError: a setting is out of range.
     """
 
-    def __init__(self, subject: Subject, iterations: int | None = None, quantiles: int = 0) -> None:
-        self.subject = subject
+    def __init__(self, context: ProbeContext, iterations: int | None = None, quantiles: int = 0) -> None:
+        self.context = context
         self.iterations = None if iterations is None else check_int("spectral: iterations", iterations, 1)
         self.quantiles = check_int("spectral: quantiles", quantiles, 0)
         if self.quantiles == 1 or (self.quantiles and self.iterations):
             raise ValueError(f"spectral: quantiles={quantiles} must be 0, or 2 or more without iterations")
 
     def __call__(self) -> Numbers:
-        magnitudes = self.subject.magnitudes()
-        found = self.subject.shared(lambda matrix: self._of(matrix) | negative(matrix, magnitudes))
-        return {f"{name}/{key}": value for name, numbers in found.items() for key, value in numbers.items()}
+        magnitudes = self.context.get_magnitudes()
+        results = self.context.measure_matrices(
+            lambda matrix: self._measure(matrix) | measure_negative_share(matrix, magnitudes)
+        )
+        return {f"{name}/{key}": value for name, numbers in results.items() for key, value in numbers.items()}
 
     @torch.no_grad()
-    def _of(self, matrix: Matrix) -> Numbers:
-        W = matrix.of(matrix.parameter)
+    def _measure(self, matrix: Matrix) -> Numbers:
+        W = matrix.take_rows(matrix.parameter)
         numbers = {}
         if self.iterations:
-            parts, error = spectral_by_power_iteration(W, self.iterations)
+            factors, error = estimate_spectral_factors(W, self.iterations)
             numbers["error"] = float(error)
         else:
-            values = singular_values(W)
-            parts = factors(values[0], W)
+            values = compute_singular_values(W)
+            factors = derive_factors(values[0], W)
             if self.quantiles:
                 at = torch.linspace(0, 1, self.quantiles, dtype=values.dtype, device=values.device)
                 numbers = {
                     f"singular_value/{q:.4g}": value
                     for q, value in zip(at.tolist(), torch.quantile(values, at).tolist(), strict=True)
                 }
-        return {key: float(value) for key, value in parts._asdict().items()} | numbers
+        return {key: float(value) for key, value in factors._asdict().items()} | numbers
 
 
-def negative(matrix: Matrix, magnitudes: Mapping[str, Magnitudes]) -> Numbers:
-    """The share of a matrix's magnitudes that are below 0, if it has any."""
-    found = magnitudes.get(matrix.of_parameter)
-    return {} if found is None else {"negative": float((matrix.of(found.g) < 0).double().mean())}
+def measure_negative_share(matrix: Matrix, magnitudes: Mapping[str, Magnitudes]) -> Numbers:
+    """Return the share of a matrix's magnitudes that are below 0 as `negative`; {} for a matrix without magnitudes."""
+    vectors = magnitudes.get(matrix.parameter_name)
+    return {} if vectors is None else {"negative": float((matrix.take_rows(vectors.g) < 0).double().mean())}
 
 
 class EffectiveRank:
-    """Normalised effective rank of minibatch gradients, of R where Muown reparameterizes, else of W; a mean over some.
+    """Measures the normalised effective rank of minibatch gradients, as a mean over several gradients.
 
-    Minibatches are those that the run will train on next. (The paper's section 5 takes 8 gradients; of how many tokens
-    it does not say: by default those of an update.)
+    The gradient is that of R where Muown reparameterizes and that of W elsewhere. The minibatches are those that the
+    run will train on next. (The paper's section 5 takes 8 gradients and does not say of how many tokens; the default is
+    the tokens of a step.)
 
     Args:
-        gradients: how many; tokens: of each, over all ranks; None: batch_tokens.
+        gradients: how many gradients to measure.
+        tokens: tokens per gradient over all ranks; None: batch_tokens.
 
     Raises:
-        ValueError: a setting that cannot be.
+        ValueError: a setting is out of range, or the ranks cannot share the rows.
     """
 
-    def __init__(self, subject: Subject, gradients: int = 8, tokens: int | None = None) -> None:
-        self.subject, self.gradients = subject, check_int("effective_rank: gradients", gradients, 1)
-        self.tokens = subject.batch_tokens if tokens is None else check_int("effective_rank: tokens", tokens, 1)
-        if self.tokens % subject.seq_len:
-            raise ValueError(f"effective_rank: tokens={tokens} must be a multiple of seq_len={subject.seq_len}")
-        subject.check_rows(f"effective_rank: tokens={tokens}", self.tokens // subject.seq_len)
+    def __init__(self, context: ProbeContext, gradients: int = 8, tokens: int | None = None) -> None:
+        self.context, self.gradients = context, check_int("effective_rank: gradients", gradients, 1)
+        self.tokens = context.batch_tokens if tokens is None else check_int("effective_rank: tokens", tokens, 1)
+        if self.tokens % context.seq_len:
+            raise ValueError(f"effective_rank: tokens={tokens} must be a multiple of seq_len={context.seq_len}")
+        context.check_rows(f"effective_rank: tokens={tokens}", self.tokens // context.seq_len)
 
     def __call__(self) -> Numbers:
-        magnitudes = self.subject.magnitudes()
-        ranks: list[Numbers] = []
-        for gradients in self.subject.minibatch_gradients(self.gradients, self.tokens):
-            ranks.append(self.subject.shared(lambda matrix, gradients=gradients: rank(matrix, gradients, magnitudes)))  # type: ignore[misc]
-        return {name: sum(found[name] for found in ranks) / len(ranks) for name in ranks[0]}
+        magnitudes = self.context.get_magnitudes()
+        ranks: list[Numbers] = [
+            self.context.measure_matrices(
+                lambda matrix, gradients=gradients: measure_effective_rank(matrix, gradients, magnitudes)  # type: ignore[misc]
+            )
+            for gradients in self.context.compute_minibatch_gradients(self.gradients, self.tokens)
+        ]
+        return {name: sum(numbers[name] for numbers in ranks) / len(ranks) for name in ranks[0]}
 
 
 @torch.no_grad()
-def rank(matrix: Matrix, gradients: Gradients, magnitudes: Mapping[str, Magnitudes]) -> float:
-    """Normalised effective rank of a gradient, of R where there are magnitudes; NaN of a zero one."""
-    return float(normalised_effective_rank(of_direction(matrix, gradients, magnitudes)))
+def measure_effective_rank(matrix: Matrix, gradients: Gradients, magnitudes: Mapping[str, Magnitudes]) -> float:
+    """Return the normalised effective rank of `select_gradient`'s matrix; NaN if it is zero."""
+    return float(compute_normalised_effective_rank(select_gradient(matrix, gradients, magnitudes)))
 
 
-def of_direction(matrix: Matrix, gradients: Gradients, magnitudes: Mapping[str, Magnitudes]) -> torch.Tensor:
-    """The gradient of R (m, n) where there are magnitudes, else that of W."""
-    G = matrix.of(gradients[matrix.parameter])
-    found = magnitudes.get(matrix.of_parameter)
-    if found is None:
+def select_gradient(matrix: Matrix, gradients: Gradients, magnitudes: Mapping[str, Magnitudes]) -> torch.Tensor:
+    """Return the gradient of R (m, n) for a matrix with magnitudes, else the gradient of W."""
+    G = matrix.take_rows(gradients[matrix.parameter])
+    vectors = magnitudes.get(matrix.parameter_name)
+    if vectors is None:
         return G
-    g, r = (matrix.of(vector).to(G.device) for vector in found)
-    return split_gradient(matrix.of(matrix.parameter.detach()), G, g, r)[1]
+    g, r = (matrix.take_rows(vector).to(G.device) for vector in vectors)
+    return split_gradient(matrix.take_rows(matrix.parameter.detach()), G, g, r)[1]
 
 
 class AttentionLogits:
-    """The largest attention logit of each layer over the rows that the run will train on next.
+    """Measures the largest attention logit of each layer over the rows that the run will train on next.
 
     Args:
-        rows: how many, over all ranks.
+        rows: how many rows, over all ranks.
 
     Raises:
-        ValueError: a setting that cannot be, or a model whose attention cannot be seen.
+        ValueError: a setting is out of range, or the model's attention cannot be observed.
     """
 
-    def __init__(self, subject: Subject, rows: int = 8) -> None:
-        self.subject, self.rows = subject, check_int("attention_logits: rows", rows, 1)
-        subject.check_rows("attention_logits", self.rows)
-        largest_logits(subject, torch.zeros(1, 2, dtype=torch.int64, device=subject.world.device))  # or an error now
+    def __init__(self, context: ProbeContext, rows: int = 8) -> None:
+        self.context, self.rows = context, check_int("attention_logits: rows", rows, 1)
+        context.check_rows("attention_logits", self.rows)
+        # this raises the error for a model that cannot be observed now, and not in the middle of a run
+        find_largest_logits(context, torch.zeros(1, 2, dtype=torch.int64, device=context.world.device))
 
     def __call__(self) -> Numbers:
-        (rows,) = self.subject.batches(1, self.rows)
-        own = torch.stack(largest_logits(self.subject, rows)).tolist()
-        of_ranks = torch.tensor(self.subject.world.gather(own))  # (ranks, layers)
-        return {str(layer): value for layer, value in enumerate(of_ranks.amax(0).tolist())}  # NaN goes on
+        (rows,) = self.context.iterate_batches(1, self.rows)
+        own = torch.stack(find_largest_logits(self.context, rows)).tolist()
+        by_rank = torch.tensor(self.context.world.gather(own))  # (ranks, layers)
+        return {str(layer): value for layer, value in enumerate(by_rank.amax(0).tolist())}  # amax keeps a NaN

@@ -1,10 +1,16 @@
-"""Spectral norms of weight matrices and what they are made of (paper, Proposition 1; Figs. 1 and spectral appendix).
+"""Spectral norms of weight matrices and what they are made of, and the effective rank of gradients.
+
+**Spectral norms** (paper, Proposition 1; Fig. 1 and the spectral appendix):
 
     W = Diag(g) D,   g = ||W||_row,   C = D D^T,   P = Diag(|g| / ||g||_inf)
     ||W||_S_inf^2 = ||g||_inf^2 lambda_max(P C P)
 
-P C P = W W^T / ||g||_inf^2, so that the identity leaves nothing to choose: with an exact spectral norm the coherence
-follows from it. `coherence` computes lambda_max(P C P) from P and C all the same, as a check.
+Since P C P = W W^T / ||g||_inf^2, an exact spectral norm determines the coherence lambda_max(P C P).
+`compute_coherence` computes it from P and C all the same, as a check.
+
+**Normalised effective rank** (paper, section 5 and the appendix "Gradient Conditioning"): erank(s) =
+exp(-sum p_i log p_i) with p = s / ||s||_1 over singular values s (Roy and Vetterli 2007), divided by min(m, n). It is
+the fraction of directions that an orthogonalising optimizer effectively explores.
 """
 
 from typing import NamedTuple
@@ -15,18 +21,18 @@ from torch import Tensor
 from muown_train.optim.core.weight_norm import row_norms
 
 
-class Spectral(NamedTuple):
-    """The factors of Proposition 1 of a matrix, or of a batch of them with these as (...,) tensors."""
+class SpectralFactors(NamedTuple):
+    """The factors of Proposition 1 of a matrix, or of a batch of matrices with (...,) tensors."""
 
     spectral_norm: Tensor  # ||W||_S_inf, the largest singular value
     max_row_norm: Tensor  # ||g||_inf
     coherence: Tensor  # lambda_max(P C P), at least 1
 
 
-def singular_values(W: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """All min(m, n) singular values of W (..., m, n), largest first, in `dtype`: exact to its rounding.
+def compute_singular_values(W: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return all min(m, n) singular values of W (..., m, n), largest first, exact to the rounding of `dtype`.
 
-    Those of a matrix with an element that is no finite number are NaN, where a decomposition would be an error.
+    A matrix with an infinite or NaN element gets NaN, where a decomposition would raise an error.
     """
     W = W.to(dtype)
     finite = W.isfinite().flatten(-2).all(-1)  # (...,)
@@ -34,20 +40,20 @@ def singular_values(W: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.where(finite[..., None], values, torch.nan)
 
 
-def spectral(W: Tensor) -> Spectral:
-    """The factors of Proposition 1, exact, of W (..., m, n), in float64; of a zero matrix the coherence is NaN."""
-    return factors(singular_values(W)[..., 0], W)
+def compute_spectral_factors(W: Tensor) -> SpectralFactors:
+    """Return the exact factors of W (..., m, n) in float64; the coherence of a zero matrix is NaN."""
+    return derive_factors(compute_singular_values(W)[..., 0], W)
 
 
-def spectral_by_power_iteration(W: Tensor, iterations: int = 30, seed: int = 0) -> tuple[Spectral, Tensor]:
-    """The same by power iteration on the smaller of W W^T and W^T W, in float32 or W's wider dtype.
+def estimate_spectral_factors(W: Tensor, iterations: int = 30, seed: int = 0) -> tuple[SpectralFactors, Tensor]:
+    """Estimate the factors by power iteration on the smaller of W W^T and W^T W, in float32 or W's wider dtype.
 
-    Each iteration reads W twice, in place of the O(m n min(m, n)) work of a decomposition.
+    Each iteration reads W twice, where a decomposition takes O(m n min(m, n)) work.
 
     Returns:
-        the factors, and how far the spectral norm is at most from some singular value (in practice the largest,
+        The factors, and a bound on the distance of the spectral norm to some singular value (in practice the largest,
         unless the start happens to be orthogonal to it): the residual ||S v - lambda v|| bounds the distance of
-        lambda = sigma^2 to an eigenvalue of S (Weyl), which divided by sigma is a distance of sigma.
+        lambda = sigma^2 to an eigenvalue of S (Weyl); divided by sigma it bounds a distance of sigma.
     """
     dtype = torch.promote_types(W.dtype, torch.float32)
     A = W.to(dtype) if W.shape[-2] >= W.shape[-1] else W.to(dtype).mT  # the longer side first
@@ -61,17 +67,17 @@ def spectral_by_power_iteration(W: Tensor, iterations: int = 30, seed: int = 0) 
     squared = u.square().sum((-2, -1))  # the Rayleigh quotient of v
     residual = torch.linalg.vector_norm(A.mT @ u - squared[..., None, None] * v, dim=(-2, -1))
     sigma = squared.sqrt()
-    return factors(sigma, W), residual / sigma
+    return derive_factors(sigma, W), residual / sigma
 
 
-def factors(spectral_norm: Tensor, W: Tensor) -> Spectral:
-    """Those of W (..., m, n) whose spectral norm (...,) is known."""
+def derive_factors(spectral_norm: Tensor, W: Tensor) -> SpectralFactors:
+    """Return the factors of W (..., m, n) whose spectral norm (...,) is known."""
     largest = row_norms(W.to(spectral_norm.dtype)).amax(-1)
-    return Spectral(spectral_norm, largest, (spectral_norm / largest).square())
+    return SpectralFactors(spectral_norm, largest, (spectral_norm / largest).square())
 
 
-def coherence(W: Tensor) -> Tensor:
-    """lambda_max(P C P) of W (..., m, n) from its definition, in float64; rows must not be zero."""
+def compute_coherence(W: Tensor) -> Tensor:
+    """Return lambda_max(P C P) of W (..., m, n) by its definition, in float64; rows must not be zero."""
     W = W.double()
     g = row_norms(W)
     D = W / g.unsqueeze(-1)
@@ -79,3 +85,15 @@ def coherence(W: Tensor) -> Tensor:
     PCP = p.unsqueeze(-1) * (D @ D.mT) * p.unsqueeze(-2)
     largest: Tensor = torch.linalg.eigvalsh(PCP)[..., -1]
     return largest
+
+
+def compute_effective_rank(s: Tensor) -> Tensor:
+    """Return erank of singular values s (..., k): (...,), between 1 and k; NaN if all are zero."""
+    p = s / s.sum(-1, keepdim=True)
+    rank: Tensor = torch.special.entr(p).sum(-1).exp()
+    return rank
+
+
+def compute_normalised_effective_rank(G: Tensor) -> Tensor:
+    """Return erank / min(m, n) of matrices G (..., m, n): (...,) in float64, between 1 / min(m, n) and 1."""
+    return compute_effective_rank(compute_singular_values(G)) / min(G.shape[-2:])

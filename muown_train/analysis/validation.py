@@ -11,10 +11,10 @@ from muown_train.models.loss import IGNORE
 from muown_train.runtime.distributed import World
 
 
-def valid_rows(ids: np.ndarray, targets: int, seq_len: int) -> Tensor:
+def cut_valid_rows(ids: np.ndarray, targets: int, seq_len: int) -> Tensor:
     """Cut (N,) token ids into rows (R, T+1) int64 that predict the ids 1 … targets once each.
 
-    Rows overlap by one id, as in training; what is missing of the last row is `IGNORE`.
+    Rows overlap by one id, as in training; the last row is filled up with `IGNORE`.
     """
     targets = min(targets, len(ids) - 1)
     count = math.ceil(targets / seq_len)
@@ -23,8 +23,8 @@ def valid_rows(ids: np.ndarray, targets: int, seq_len: int) -> Tensor:
     return flat.unfold(0, seq_len + 1, seq_len)
 
 
-def _of_this_rank(rows: Tensor, micro_batch: int, world: World) -> Iterator[Tensor]:
-    """Equal shapes (micro_batch, T+1) of every size-th row, filled up with rows that do not count."""
+def _iterate_chunks(rows: Tensor, micro_batch: int, world: World) -> Iterator[Tensor]:
+    """Yield every size-th row in chunks (micro_batch, T+1) of equal shape, filled up with rows that do not count."""
     for chunk in torch.split(rows[world.rank :: world.size], micro_batch):
         missing = micro_batch - len(chunk)
         yield torch.cat((chunk, chunk.new_full((missing, rows.shape[1]), IGNORE))) if missing else chunk
@@ -34,16 +34,17 @@ def _of_this_rank(rows: Tensor, micro_batch: int, world: World) -> Iterator[Tens
 def evaluate(
     model: nn.Module, ids: np.ndarray, targets: int, seq_len: int, micro_batch: int, world: World
 ) -> tuple[float, int]:
-    """Mean loss in nats per token, and the number of targets; the same on every rank. A collective call.
+    """Return the mean loss in nats per token and the number of targets, the same on every rank; a collective call.
 
     Args:
-        model: `model(inputs (B, T), targets (B, T))` gives the loss summed over targets that are not `IGNORE`.
-        ids: (N,) token ids; targets: how many to predict, at most N - 1.
+        model: `model(inputs (B, T), targets (B, T))` returns the loss summed over targets that are not `IGNORE`.
+        ids: (N,) token ids.
+        targets: how many tokens to predict, at most N - 1.
     """
-    rows = valid_rows(ids, targets, seq_len)
+    rows = cut_valid_rows(ids, targets, seq_len)
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
-    for chunk in _of_this_rank(rows, micro_batch, world):
+    for chunk in _iterate_chunks(rows, micro_batch, world):
         chunk = chunk.to(world.device)
         inputs, wanted = chunk[:, :-1].clamp(min=0), chunk[:, 1:]
         total += torch.stack((model(inputs, wanted).double(), (wanted != IGNORE).sum().double()))
@@ -53,8 +54,8 @@ def evaluate(
 
 
 @torch.no_grad()
-def block_losses(model: nn.Module, rows: Tensor, block: int, device: torch.device) -> Iterator[float]:
-    """Summed loss in nats of every `block` rows, as they come; the model is in evaluation mode."""
+def compute_block_losses(model: nn.Module, rows: Tensor, block: int, device: torch.device) -> Iterator[float]:
+    """Yield the summed loss in nats of every `block` rows; the model must be in evaluation mode."""
     for chunk in torch.split(rows, block):
         chunk = chunk.to(device)
         yield model(chunk[:, :-1].clamp(min=0), chunk[:, 1:]).item()

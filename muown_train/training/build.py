@@ -17,7 +17,7 @@ from muown_train.data.cache import cache_folder
 from muown_train.data.loader import Loader
 from muown_train.data.rows import RowSource
 from muown_train.data.sources import RunInfo, build_data
-from muown_train.data.workers import clone_rows, with_workers
+from muown_train.data.workers import clone_rows, add_workers
 from muown_train.models.language_model import LanguageModel, build_model
 from muown_train.optim import shard
 from muown_train.runs import manifest
@@ -78,10 +78,10 @@ def build_run(config: RunConfig, world: World, source: Source | None = None) -> 
     run_info = RunInfo(config.seq_len, config.seed, config.valid_tokens, cache_folder(config.cache), model.vocab_size)
     data = build_data(config.data, run_info, config.trust)
     if source:
-        check_same_data(source.folder, {"data": source.data}, data.facts)
-    check_same_data(folder, metadata, data.facts)
+        check_same_data(source.folder, {"data": source.data}, data.metadata)
+    check_same_data(folder, metadata, data.metadata)
     if initial and data.tokenizer.raw is not None:
-        initial.check_tokenizer(data.facts)
+        initial.check_tokenizer(data.metadata)
     settings = build_settings(config, steps, model, world.device)
     started = initial.metadata if initial else (metadata or {}).get("init_from")
     origin = {"checkpoint": str(source.checkpoint), "step": source.step} if source else (metadata or {}).get("origin")
@@ -92,7 +92,7 @@ def build_run(config: RunConfig, world: World, source: Source | None = None) -> 
         optimizer=optimizer,
         schedule=schedule,
         loader=Loader(
-            with_workers(data.train, config.workers),
+            add_workers(data.train, config.workers),
             batch_rows,
             world.rank,
             world.size,
@@ -105,7 +105,7 @@ def build_run(config: RunConfig, world: World, source: Source | None = None) -> 
             config.keep_checkpoints,
             config.keep_every,
             config.keep_best,
-            metadata=redact_tree({"config": config.to_dict(), "data": data.facts, "init_from": started})
+            metadata=redact_tree({"config": config.to_dict(), "data": data.metadata, "init_from": started})
             | {"wandb_id": (metadata or {}).get("wandb_id"), "origin": origin},
         ),
         settings=settings,
@@ -124,7 +124,7 @@ def build_run(config: RunConfig, world: World, source: Source | None = None) -> 
         trainer.probe = build_probes(config, trainer, model, probe_rows)
     run = Run(config, folder, trainer, model, data, source and source.checkpoint, metadata={}, sinks=[], lock=None)
     if world.is_main:
-        run.metadata = manifest.describe(model, optimizer, data.facts, settings, world, started) | {"origin": origin}
+        run.metadata = manifest.describe(model, optimizer, data.metadata, settings, world, started) | {"origin": origin}
         run.sinks = [sink for sink in (ConsoleSink(), tracking) if sink]
         run.lock = lock_folder(folder)
     return run
@@ -158,13 +158,13 @@ def build_probes(config: RunConfig, trainer: Trainer, model: LanguageModel, rows
     Args:
         rows: a source of training rows that nothing else reads.
     """
-    from muown_train.analysis.context import Subject, magnitudes_of
+    from muown_train.analysis.context import ProbeContext, make_magnitude_reader
     from muown_train.analysis.probes import Probes
 
-    context = Subject(
+    context = ProbeContext(
         model,
         trainer.world,
-        magnitudes_of(trainer.optimizer, model, trainer.world),
+        make_magnitude_reader(trainer.optimizer, model, trainer.world),
         lambda: rows,
         trainer.loader.state_dict,
         config.seq_len,
@@ -173,7 +173,7 @@ def build_probes(config: RunConfig, trainer: Trainer, model: LanguageModel, rows
         trainer.settings.autocast,
     )
     probes: dict[str, Any] = {
-        name: bind_target(section, f"probes.{name}", ["subject"], config.trust)
+        name: bind_target(section, f"probes.{name}", ["context"], config.trust)
         for name, section in config.probes.items()
     }
-    return Probes({name: probe(subject=context) for name, probe in probes.items()})
+    return Probes({name: probe(context=context) for name, probe in probes.items()})

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from muown_train.analysis import attention_logits
-from muown_train.analysis.attention_logits import largest_logit, largest_logits
-from muown_train.analysis.context import Subject
+from muown_train.analysis.attention_logits import find_largest_logit, find_largest_logits
+from muown_train.analysis.context import ProbeContext
 from muown_train.models import attention
 from muown_train.models.gpt import GPT, rotate
 from muown_train.models.language_model import LanguageModel
@@ -18,9 +18,9 @@ from muown_train.runtime.distributed import World
 SIZES = {"vocab_size": 31, "layers": 2, "dim": 32, "seq_len": 20}
 
 
-def subject(model, micro_batch=2):
+def context(model, micro_batch=2):
     here = World(0, 1, torch.device("cpu"))
-    return Subject(model, here, dict, list, dict, 20, 40, micro_batch, False)
+    return ProbeContext(model, here, dict, list, dict, 20, 40, micro_batch, False)
 
 
 def rows(count=3, length=20, seed=0):
@@ -35,7 +35,7 @@ def test_blocks_are_the_whole(monkeypatch, length, sign):
     q, k = (torch.randn(2, 3, length, 8, generator=generator) for _ in range(2))
     logits = sign * 0.3 * q @ k.mT
     expected = logits[..., torch.ones(length, length).tril().bool()].max()
-    assert torch.isclose(largest_logit(q, k, sign * 0.3), expected)
+    assert torch.isclose(find_largest_logit(q, k, sign * 0.3), expected)
 
 
 def all_logits(model, x):
@@ -92,7 +92,7 @@ def test_each_layer_of_a_model(make):
         for p in model.parameters():
             if p.ndim == 2:
                 p.copy_(torch.randn_like(p) / 4)
-    found = [float(value) for value in largest_logits(subject(model), rows())]
+    found = [float(value) for value in find_largest_logits(context(model), rows())]
     assert len(found) == 2
     assert found == pytest.approx(all_logits(model, rows()[:, :-1]), rel=1e-4)
     assert attention._observer is None
@@ -104,11 +104,11 @@ class WithoutAttention(LanguageModel):
 
 
 def test_a_model_whose_attention_is_not_ours_is_refused():
-    with pytest.raises(ValueError, match="attention logits of WithoutAttention cannot be seen"):
-        largest_logits(subject(WithoutAttention()), rows())
+    with pytest.raises(ValueError, match="attention logits of WithoutAttention cannot be observed"):
+        find_largest_logits(context(WithoutAttention()), rows())
 
 
 def test_an_error_inside_leaves_no_observer():
     with pytest.raises(IndexError):
-        largest_logits(subject(GPT(**SIZES, heads=2)), 1000 + rows())
+        find_largest_logits(context(GPT(**SIZES, heads=2)), 1000 + rows())
     assert attention._observer is None

@@ -8,12 +8,12 @@ import torch
 
 from muown_train.analysis.convergence import (
     Rates,
-    covered,
-    deterministic_bound,
-    noise_bound,
-    problem,
-    run,
-    stochastic_bound,
+    bound_noise,
+    compare_with_theorem,
+    compute_deterministic_rates,
+    compute_stochastic_rates,
+    make_problem,
+    run_muown_sign,
 )
 from muown_train.optim.core.weight_norm import row_norms, split_gradient
 
@@ -21,7 +21,7 @@ from muown_train.optim.core.weight_norm import row_norms, split_gradient
 @pytest.mark.parametrize("T", [3, 10, 100, 400])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_without_noise(T, seed):
-    found = covered(problem(seed=seed), T)
+    found = compare_with_theorem(make_problem(seed=seed), T)
     assert 0 < found.measured <= found.bound
     assert found.momentum == 0
     if T >= 100:  # 1 in place of the theorem's 4 is wrong
@@ -29,34 +29,34 @@ def test_without_noise(T, seed):
 
 
 def test_of_longer_runs_the_gradient_is_smaller():
-    found = [covered(problem(), T).measured for T in (10, 100, 400)]
+    found = [compare_with_theorem(make_problem(), T).measured for T in (10, 100, 400)]
     assert found[0] > found[1] > found[2]
 
 
 def test_with_momentum():
-    found = covered(problem(), 100, deviation=0.03, seeds=3)
+    found = compare_with_theorem(make_problem(), 100, deviation=0.03, seeds=3)
     assert found.momentum > 0
     assert found.measured <= found.bound
     assert found.measured > found.bound / 40  # of 6, 8 and 4 a fortieth is too little
 
 
 def test_an_l_that_is_too_small_is_noticed():
-    of, T = problem(), 50
-    L = covered(of, T).L
-    rates = deterministic_bound(L / 100, float(of.loss(of.start)), T)
-    assert run(of, T, rates).L > L / 100
+    of, T = make_problem(), 50
+    L = compare_with_theorem(of, T).L
+    rates = compute_deterministic_rates(L / 100, float(of.loss(of.start)), T)
+    assert run_muown_sign(of, T, rates).L > L / 100
 
 
 def test_bounds_by_hand():
-    assert deterministic_bound(2.0, 8.0, 4) == Rates(1.0, 0.0, 8.0)
-    rates = stochastic_bound(1.0, 1.0, 1000, 10.0)
+    assert compute_deterministic_rates(2.0, 8.0, 4) == Rates(1.0, 0.0, 8.0)
+    rates = compute_stochastic_rates(1.0, 1.0, 1000, 10.0)
     assert rates.momentum == pytest.approx(0.99)  # T^(-2/3) is above sqrt(1 / 10^5)
     assert rates.step == pytest.approx(math.sqrt(0.01 / 1000))
     assert rates.bound == pytest.approx(6 * math.sqrt(1e-3) + 8 * 0.1**0.25 + 4)
 
 
 def test_the_problem_s_gradient():
-    of = problem()
+    of = make_problem()
     W = of.start.clone().requires_grad_()
     of.loss(W).backward()
     assert torch.allclose(W.grad, of.gradient(of.start), rtol=1e-10)
@@ -64,7 +64,7 @@ def test_the_problem_s_gradient():
 
 
 def test_the_noise_bound_covers_what_is_drawn():
-    of, generator = problem(), torch.Generator().manual_seed(0)
+    of, generator = make_problem(), torch.Generator().manual_seed(0)
     W = of.start
     m, n = W.shape
     g, r = row_norms(W), 1.5 * row_norms(W)
@@ -72,4 +72,4 @@ def test_the_noise_bound_covers_what_is_drawn():
     sigma_g = math.sqrt(np.mean([float(d_g.abs().sum()) ** 2 for d_g, _ in draws]))
     sigma_R = math.sqrt(np.mean([float(torch.linalg.matrix_norm(d_R, "nuc")) ** 2 for _, d_R in draws]))
     measured = math.sqrt(m) * sigma_g + math.sqrt(min(m, n)) * sigma_R
-    assert 0.7 * noise_bound(g, r, 1.0, n) < measured < noise_bound(g, r, 1.0, n) * 1.02
+    assert 0.7 * bound_noise(g, r, 1.0, n) < measured < bound_noise(g, r, 1.0, n) * 1.02

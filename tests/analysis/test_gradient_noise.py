@@ -1,4 +1,4 @@
-"""Noise against numpy and autograd, and the same whether cut off, gone on with, or shared by ranks."""
+"""The noise equals that of numpy and autograd, also when it is interrupted, continued, or shared by ranks."""
 
 import math
 from pathlib import Path
@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from muown_train.analysis.checkpoints import subject_of
-from muown_train.analysis.gradient_noise import Noise, discard, nuclear_norms, quartiles
-from muown_train.optim.core.weight_norm import direction
+from muown_train.analysis.checkpoints import make_context
+from muown_train.analysis.gradient_noise import GradientNoise, compute_nuclear_norms, compute_quartiles, discard_scratch
+from muown_train.optim.core.weight_norm import weight_to_direction
 from muown_train.runs.saved_run import open_run
 from muown_train.runtime.distributed import World
 from tests.helpers.ranks import on_ranks
@@ -32,9 +32,9 @@ def runs(corpus, tmp_path_factory):
     return {optim: trained(corpus, out / optim, f"optim={optim}").folder for optim in ("muown", "muon")}
 
 
-def noise(folder: Path, scratch: Path, world: World = HERE, save_every: int = 2) -> Noise:
+def noise(folder: Path, scratch: Path, world: World = HERE, save_every: int = 2) -> GradientNoise:
     saved = open_run(folder)
-    return Noise(subject_of(saved, world), BATCHES, scratch, "a test", save_every)
+    return GradientNoise(make_context(saved, world), BATCHES, scratch, "a test", save_every)
 
 
 @pytest.fixture(scope="module")
@@ -47,19 +47,19 @@ def found(runs, tmp_path_factory):
 def by_hand(folder, name, block):
     """sigma_W, sigma_R and sigma_g of rows `block` of a parameter, from gradients of its own, norms by numpy."""
     saved = open_run(folder)
-    subject = subject_of(saved, HERE)
-    model, W = subject.model, dict(subject.model.named_parameters())[name]
-    count = subject.batch_tokens // subject.seq_len
-    magnitudes = subject.magnitudes().get(name)
+    context = make_context(saved, HERE)
+    model, W = context.model, dict(context.model.named_parameters())[name]
+    count = context.batch_tokens // context.seq_len
+    magnitudes = context.get_magnitudes().get(name)
     of = {"W": [], "R": [], "g": []}
     for i in range(BATCHES):
-        rows = torch.from_numpy(subject.rows().take(range(i * count, (i + 1) * count))).long()
+        rows = torch.from_numpy(context.get_rows().take(range(i * count, (i + 1) * count))).long()
         model.zero_grad()
-        (model(rows[:, :-1], rows[:, 1:]) / subject.batch_tokens).backward()
+        (model(rows[:, :-1], rows[:, 1:]) / context.batch_tokens).backward()
         of["W"].append(W.grad[block].double().numpy().copy())
         if magnitudes:
             g, r = (vector.double()[block] for vector in magnitudes)
-            R = direction(W.detach().double()[block], g, r).requires_grad_()
+            R = weight_to_direction(W.detach().double()[block], g, r).requires_grad_()
             g.requires_grad_()
             composed = R * (g / torch.linalg.vector_norm(R, dim=1))[:, None]
             composed.backward(W.grad[block].double())
@@ -109,7 +109,7 @@ def test_quartiles_are_over_matrices(found):
     assert len(terms) == 12
     for name, q in (("lower_quartile", 0.25), ("median", 0.5), ("upper_quartile", 0.75)):
         assert numbers[f"{name}/muown"] == pytest.approx(np.quantile(terms, q))
-    assert quartiles([{"muon": 1.0}, {"muon": 3.0}])["median/muon"] == 2.0
+    assert compute_quartiles([{"muon": 1.0}, {"muon": 3.0}])["median/muon"] == 2.0
 
 
 class Cut(Exception):
@@ -135,7 +135,7 @@ def test_cut_off_and_gone_on_with_it_is_the_same_bit_for_bit(runs, found, tmp_pa
     assert len(begun) == 6 - after
     assert again == found["muown"]
     assert noise(runs["muown"], tmp_path / "state").measure(never) == again  # until its result is kept
-    discard(tmp_path / "state")
+    discard_scratch(tmp_path / "state")
     assert not list(tmp_path.iterdir())
 
 
@@ -174,10 +174,10 @@ def test_begun_alone_it_goes_on_on_two_ranks(runs, found, tmp_path):
 def test_nuclear_norms_of_several_shapes_in_parts(monkeypatch):
     import muown_train.analysis.gradient_noise as module
 
-    monkeypatch.setattr(module, "MOST", 50)  # two of the larger ones at once
+    monkeypatch.setattr(module, "MAX_BATCH_ELEMENTS", 50)  # two of the larger ones at once
     generator = torch.Generator().manual_seed(0)
     tensors = {i: torch.randn((4, 6) if i % 2 else (3, 3), generator=generator) for i in range(9)}
     tensors[9] = torch.full((4, 6), torch.nan)
-    found = nuclear_norms(tensors)
+    found = compute_nuclear_norms(tensors)
     assert len(found) == 10 and math.isnan(found.pop(9))
     assert found == pytest.approx({i: np.linalg.norm(tensors[i].numpy(), "nuc") for i in found}, rel=1e-5)

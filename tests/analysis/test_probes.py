@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from muown_train.analysis.context import Magnitudes
-from muown_train.analysis.effective_rank import normalised_effective_rank
-from muown_train.analysis.probes import Spectral, of_direction, rank
-from muown_train.analysis.spectral import spectral
+from muown_train.analysis.probes import Spectral, measure_effective_rank, select_gradient
+from muown_train.analysis.spectral import compute_normalised_effective_rank, compute_spectral_factors
 from muown_train.config.compose import compose_config
 from muown_train.config.run_name import default_run_name
-from muown_train.optim.core.weight_norm import direction
+from muown_train.optim.core.weight_norm import weight_to_direction
 from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import built, losses, metrics, trained
 
@@ -29,7 +28,7 @@ def state(run):
     from muown_train.runs.checkpoint import flatten
 
     return flatten(
-        {name: stateful.state_dict() for name, stateful in run.trainer.stateful().items() if name != "trainer"}
+        {name: stateful.state_dict() for name, stateful in run.trainer.list_stateful().items() if name != "trainer"}
     )
 
 
@@ -63,7 +62,7 @@ def test_lines_have_the_numbers(corpus, tmp_path):
         whole, _, block = name.partition(":")
         W = dict(run.model.named_parameters())[whole].detach()
         W = W[64:96] if block else W
-        found = spectral(W)
+        found = compute_spectral_factors(W)
         for key in ("spectral_norm", "max_row_norm", "coherence"):
             assert last[f"spectral/{name}/{key}"] == pytest.approx(float(getattr(found, key)))
         assert 0 < last[f"effective_rank/{name}"] <= 1
@@ -76,10 +75,10 @@ def test_gradients_are_those_that_training_meets_next(corpus, tmp_path):
     run = built(corpus, tmp_path, *SOME, "grad_clip=null")
     run.resume()
     trainer = run.trainer
-    subject = trainer.probe.probes["effective_rank"].subject
+    context = trainer.probe.probes["effective_rank"].context
     for _ in range(2):
         trainer.train_step()
-    (found,) = subject.minibatch_gradients(1, subject.batch_tokens)
+    (found,) = context.compute_minibatch_gradients(1, context.batch_tokens)
     seen = {}
     trainer.optimizer.zero_grad = lambda **_: seen.update({p: p.grad.clone() for p in found})
     trainer.train_step()
@@ -96,19 +95,20 @@ def test_the_effective_rank_is_of_the_gradient_of_R_for_muown(corpus, tmp_path):
     trainer = run.trainer
     for _ in range(3):
         trainer.train_step()
-    subject = trainer.probe.probes["effective_rank"].subject
-    magnitudes = subject.magnitudes()
-    (gradients,) = subject.minibatch_gradients(1, subject.batch_tokens)
+    context = trainer.probe.probes["effective_rank"].context
+    magnitudes = context.get_magnitudes()
+    (gradients,) = context.compute_minibatch_gradients(1, context.batch_tokens)
     run.close()
-    matrix = next(m for m in subject.matrices if m.name == "blocks.1.attention.qkv.weight:1")
-    W, G = matrix.of(matrix.parameter.detach()), matrix.of(gradients[matrix.parameter])
-    g, r = (matrix.of(vector) for vector in magnitudes[matrix.of_parameter])
-    R = direction(W, g, r).requires_grad_()
+    matrix = next(m for m in context.matrices if m.name == "blocks.1.attention.qkv.weight:1")
+    W, G = matrix.take_rows(matrix.parameter.detach()), matrix.take_rows(gradients[matrix.parameter])
+    g, r = (matrix.take_rows(vector) for vector in magnitudes[matrix.parameter_name])
+    R = weight_to_direction(W, g, r).requires_grad_()
     (R * (g / torch.linalg.vector_norm(R, dim=1))[:, None]).backward(G)
-    assert torch.allclose(of_direction(matrix, gradients, magnitudes), R.grad, rtol=1e-4, atol=1e-8)
-    assert rank(matrix, gradients, magnitudes) == pytest.approx(float(normalised_effective_rank(R.grad)), rel=1e-5)
-    assert rank(matrix, gradients, {}) == pytest.approx(float(normalised_effective_rank(G)), rel=1e-5)
-    assert rank(matrix, gradients, {}) != rank(matrix, gradients, magnitudes)
+    assert torch.allclose(select_gradient(matrix, gradients, magnitudes), R.grad, rtol=1e-4, atol=1e-8)
+    rank_R, rank_W = (measure_effective_rank(matrix, gradients, given) for given in (magnitudes, {}))
+    assert rank_R == pytest.approx(float(compute_normalised_effective_rank(R.grad)), rel=1e-5)
+    assert rank_W == pytest.approx(float(compute_normalised_effective_rank(G)), rel=1e-5)
+    assert rank_W != rank_R
 
 
 def test_switched_on_and_off_on_resume(corpus, tmp_path):
@@ -198,14 +198,14 @@ def test_compiled(corpus, tmp_path):
 
 def test_power_iteration_and_quantiles(corpus, tmp_path):
     run = built(corpus, tmp_path, "probes=spectral", "probes.spectral.quantiles=3")
-    numbers, subject = run.trainer.probe(), run.trainer.probe.probes["spectral"].subject
+    numbers, context = run.trainer.probe(), run.trainer.probe.probes["spectral"].context
     run.close()
     name = "blocks.0.mlp.out.weight"
     values = torch.linalg.svdvals(dict(run.model.named_parameters())[name].detach().double())
     expected = torch.quantile(values, torch.tensor([0, 0.5, 1], dtype=values.dtype))
     found = [numbers[f"spectral/{name}/singular_value/{q}"] for q in ("0", "0.5", "1")]
     assert found == pytest.approx(expected.tolist()) and found[0] < found[1] < found[2]
-    rough = Spectral(subject, iterations=20)()
+    rough = Spectral(context, iterations=20)()
     assert abs(rough[f"{name}/spectral_norm"] - found[2]) <= max(rough[f"{name}/error"], 0.05 * found[2])
 
 
@@ -254,9 +254,9 @@ def test_only_what_is_reparameterized_has_magnitudes(corpus, tmp_path):
 
 def test_magnitudes_of_a_fused_parameter_divide_with_its_rows(corpus, tmp_path):
     run = built(corpus, tmp_path, *SOME)
-    subject = run.trainer.probe.probes["spectral"].subject
+    context = run.trainer.probe.probes["spectral"].context
     run.close()
-    found = subject.magnitudes()["blocks.0.attention.qkv.weight"]
+    found = context.get_magnitudes()["blocks.0.attention.qkv.weight"]
     assert isinstance(found, Magnitudes) and found.g.shape == (96,)
-    blocks = [m.of(found.g) for m in subject.matrices if m.of_parameter == "blocks.0.attention.qkv.weight"]
+    blocks = [m.take_rows(found.g) for m in context.matrices if m.parameter_name == "blocks.0.attention.qkv.weight"]
     assert torch.equal(torch.cat(blocks), found.g)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muown_train.analysis.validation import evaluate, valid_rows
+from muown_train.analysis.validation import cut_valid_rows, evaluate
 from muown_train.models.gpt import GPT
 from muown_train.runtime.distributed import World
 from tests.helpers.ranks import on_ranks
@@ -15,7 +15,7 @@ from tests.helpers.ranks import on_ranks
 @given(st.integers(2, 300), st.integers(1, 400), st.integers(1, 40))
 def test_each_target_once(length, targets, seq_len):
     ids = np.arange(length, dtype=np.uint16)
-    rows = valid_rows(ids, targets, seq_len)
+    rows = cut_valid_rows(ids, targets, seq_len)
     wanted = rows[:, 1:][rows[:, 1:] >= 0].tolist()
     assert wanted == list(range(1, min(targets, length - 1) + 1))
     real = rows[:, 1:] >= 0

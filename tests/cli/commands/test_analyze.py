@@ -1,4 +1,4 @@
-"""scripts/analyze.py as a user meets it, and that it finds what probes found."""
+"""`muown-train analyze` as a user meets it; its results equal those of the probes of a run."""
 
 import json
 import math
@@ -11,12 +11,11 @@ import pytest
 from filelock import FileLock
 
 from muown_train.analysis.checkpoints import Results
+from muown_train.cli.commands.analyze import format_table, main
 from muown_train.runs.saved_run import open_run, write_run
 from tests.analysis.test_probes import probed
-from tests.helpers.paths import ROOT
 from tests.helpers.runs import built, trained, wait_until
 
-SCRIPTS = ROOT / "scripts"
 PROBES = ("probes=[spectral,effective_rank,attention_logits]", "probe_every=4")
 
 
@@ -26,13 +25,9 @@ def run(corpus, tmp_path_factory):
 
 
 @pytest.fixture
-def analyze(monkeypatch, capsys):
+def analyze(capsys):
     def call(*words) -> str:
-        monkeypatch.setattr(sys, "argv", ["analyze.py", *map(str, words)])
-        monkeypatch.syspath_prepend(str(SCRIPTS))
-        import analyze
-
-        analyze.main()
+        main([str(word) for word in words])
         return capsys.readouterr().out
 
     return call
@@ -52,7 +47,7 @@ def test_it_finds_what_the_probe_found(run, analyze, tmp_path, kind):
         assert expected
         found = {f"{kind}/{key}": value for key, value in line.items()}
         assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-6)
-    assert "after update 8" in said and "after update 12" in said
+    assert "after step 8" in said and "after step 12" in said
     assert ("layer 0" if kind == "attention_logits" else "blocks.*.mlp.out.weight") in said
 
 
@@ -121,18 +116,15 @@ def test_what_was_summed_up_stays_until_the_result_is_kept(run, analyze, tmp_pat
     assert [path.name for path in (tmp_path / "run").glob("[!.]*")] == ["gradient_noise.jsonl"]
 
 
-def test_a_norm_that_is_none_is_the_largest(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    from analyze import table
-
+def test_a_norm_that_is_nan_is_the_largest():
     numbers = {f"blocks.{i}.mlp.out.weight/spectral_norm": norm for i, norm in enumerate((2.0, math.nan, 3.0))}
-    assert table("spectral", numbers)[1].split() == ["blocks.*.mlp.out.weight", "nan"]
+    assert format_table("spectral", numbers)[1].split() == ["blocks.*.mlp.out.weight", "nan"]
 
 
 @pytest.mark.slow
 def test_two_ranks_write_one_result(run, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words = [str(SCRIPTS / "analyze.py"), "effective_rank", str(run.folder), "--out", str(tmp_path)]
+    words = ["-m", "muown_train", "analyze", "effective_rank", str(run.folder), "--out", str(tmp_path)]
     done = subprocess.run([*command, *words], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     (line,) = results(tmp_path / "run", "effective_rank")
@@ -140,7 +132,7 @@ def test_two_ranks_write_one_result(run, tmp_path):
     assert {f"effective_rank/{k}": v for k, v in line.items() if f"effective_rank/{k}" in expected} == pytest.approx(
         expected, rel=1e-3
     )
-    assert done.stdout.count("after update 12") == 1
+    assert done.stdout.count("after step 12") == 1
 
 
 @pytest.mark.parametrize(
@@ -151,7 +143,7 @@ def test_two_ranks_write_one_result(run, tmp_path):
         (["spectral"], "the following arguments are required: RUN"),
         (["spectral", "nowhere"], "there is no folder nowhere: give that of a run"),
         (["spectral", "RUN", "--steps", "5"], "has no checkpoint of step 5; there are 12, 8"),
-        (["spectral", "RUN", "--steps", "five"], "--steps five must be updates with commas"),
+        (["spectral", "RUN", "--steps", "five"], "--steps five must be steps with commas"),
         (["spectral", "RUN", "--quantiles", "1"], "quantiles=1 must be 0, or 2 or more"),
         (["spectral", "RUN", "--iterations", "-3"], "iterations=-3 must be a whole number of at least 1"),
         (["effective_rank", "RUN", "--tokens", "33"], "tokens=33 must be a multiple of seq_len=32"),
