@@ -1,4 +1,4 @@
-"""Every architecture besides our GPT: 50 updates on a CPU, a kill, the rest, and a reader of the run."""
+"""Every architecture besides our GPT: 50 steps on a CPU, a kill, the rest, and a reader of the run."""
 
 import math
 
@@ -43,7 +43,7 @@ def trained(corpus, out, name: str) -> Run:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL_MODELS)
-def test_fifty_updates_with_and_without_a_kill(corpus, tmp_path, name):
+def test_fifty_steps_with_and_without_a_kill(corpus, tmp_path, name):
     whole = trained(corpus, tmp_path / "whole", name)
     lines = metrics(whole.folder)
     valid = [line["valid/loss"] for line in lines if "valid/loss" in line]

@@ -11,7 +11,7 @@ from muown_train.training.divergence import DivergenceMonitor
 from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import HERE, built, losses, metrics, trained
 
-ROWS = 8  # of an update of tests/runs.py
+ROWS = 8  # of one step of the runs of tests/helpers/runs.py
 
 
 def poisoned(run, rows, rank=0):
@@ -43,9 +43,9 @@ def poisoned_on_rank_1(world, corpus, out):
     step = run.trainer.train_step
 
     def watched():
-        update = step()
+        record = step()
         weights.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]))
-        return update
+        return record
 
     run.trainer.train_step = watched
     assert fitted(run) == Outcome("finished")
@@ -53,7 +53,7 @@ def poisoned_on_rank_1(world, corpus, out):
 
 
 @pytest.mark.slow
-def test_both_ranks_skip_the_update_that_one_of_them_cannot_make(corpus, tmp_path):
+def test_both_ranks_skip_the_step_that_one_of_them_cannot_make(corpus, tmp_path):
     of_ranks = on_ranks(2, poisoned_on_rank_1, corpus, tmp_path)
     for a, b in zip(*of_ranks, strict=True):
         assert torch.equal(a, b)
@@ -66,7 +66,7 @@ def test_both_ranks_skip_the_update_that_one_of_them_cannot_make(corpus, tmp_pat
     assert event["data/hash"] == lines[5]["data/hash"] and event["rows"] == [4 * ROWS, 5 * ROWS]
 
 
-BAD = {k * ROWS for k in (5, 6, 7)}  # updates 6 to 8; checkpoints at 4 and 8, log boundaries every 3
+BAD = {k * ROWS for k in (5, 6, 7)}  # steps 6 to 8; checkpoints at 4 and 8, log boundaries every 3
 
 
 def expected_hashes(corpus, out):
@@ -118,7 +118,7 @@ def test_a_stop_after_a_rollback_loses_neither_it_nor_the_skipped_rows(corpus, t
 
 def test_two_bad_stretches_between_two_checkpoints(corpus, tmp_path):
     """Going back for the second, the first is not forgotten; no checkpoint is made in the middle of one."""
-    rows = {k * ROWS for k in (1, 2, 7, 8)}  # updates 2 and 3, and then 6 and 7
+    rows = {k * ROWS for k in (1, 2, 7, 8)}  # steps 2 and 3, and then 6 and 7
     run = poisoned(built(corpus, tmp_path, "max_bad_updates=2", "save_every=1", "log_every=1"), rows)
     save, saved = run.trainer.checkpoints.save, []
     run.trainer.checkpoints.save = lambda step, *rest: (saved.append(step), save(step, *rest)) if step != 4 else None
@@ -152,7 +152,7 @@ def test_what_cannot_be_mended_has_diverged(corpus, tmp_path, overrides, rows, p
 
 
 def test_a_loss_that_runs_away(corpus, tmp_path):
-    """The mean over a log interval counts, after the update that is given."""
+    """The mean over a log interval counts, after the step that is given."""
     whole = losses(trained(corpus, tmp_path, "name=whole").folder)
     limit = sum(whole[3:6]) / 3 - 1e-6  # log_every=3
     outcome = fitted(built(corpus, tmp_path, f"diverged_above={limit}", "diverged_from=3", "eval_every=100"))
@@ -163,7 +163,7 @@ def test_a_loss_that_runs_away(corpus, tmp_path):
     )
 
 
-def test_judging_updates():
+def test_judging_skipped_steps():
     monitor = DivergenceMonitor(max_bad_updates=3)
     marks = "..xx.xxxx.x"
     lines = [{"step": step} | ({"train/skipped": True} if mark == "x" else {}) for step, mark in enumerate(marks, 1)]
@@ -174,7 +174,7 @@ def test_judging_updates():
 
 
 def test_judging_losses_window_by_window():
-    """However the updates come in, the same windows are judged."""
+    """However many steps come at once, the same windows are judged."""
     losses = [9, 9, 9, 5, 5, 5, 5, math.nan, 9, 9, 9, 9]
     lines = [{"step": step, "train/loss": float(loss)} for step, loss in enumerate(losses, 1)]
     for cuts in ([12], [1, 2, 7, 12], range(1, 13), [5, 12]):
@@ -234,7 +234,7 @@ def test_metrics_that_cannot_be_written(corpus, tmp_path, monkeypatch, policy, w
     if writable_at and policy == "continue":
         assert fitted(run) == Outcome("finished")
         assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(13))
-    else:  # the save at update 4, or the last one, must not be
+    else:  # the save at step 4, or the last one, must not be
         with pytest.raises(OSError):
             fitted(run)
         assert not list((tmp_path / "run").glob("checkpoints/step-*"))

@@ -1,4 +1,4 @@
-"""A compiled run compiles in its first updates and never again."""
+"""A compiled run compiles in its first steps and never again."""
 
 import shutil
 
@@ -17,7 +17,7 @@ def graphs() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], counters["frames"]["total"]
 
 
-def test_nothing_is_compiled_after_the_first_evaluation_and_updates(corpus, tmp_path):
+def test_nothing_is_compiled_after_the_first_evaluation_and_steps(corpus, tmp_path):
     # several micro-batches, a last evaluation batch that is not full, a learning rate that moves, a save and a log
     run = built(corpus, tmp_path, "compile=true", "precision=auto", "model.layers=1", "eval_every=4")
     trainer = run.trainer

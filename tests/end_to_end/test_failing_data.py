@@ -23,7 +23,7 @@ class Failing:
 
 
 def failing(world, corpus, out, failing_rank):
-    """What a run says whose data fail on one rank in the 8th update (of 8 rows)."""
+    """The message of a run whose data fail on one rank in the 8th step (of 8 rows)."""
     run = built(corpus, out, world=world)
     run.resume()
     if world.rank == failing_rank:
@@ -47,7 +47,7 @@ def test_what_was_trained_is_saved(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("log_every", [7, 10])
-def test_updates_after_the_failure_are_taken_back(corpus, tmp_path, log_every):
+def test_steps_after_the_failure_are_taken_back(corpus, tmp_path, log_every):
     """As on several ranks, where the others do not know of it at once."""
     intervals = [f"{key}={log_every}" for key in ("eval_every", "save_every", "log_every")]
     trained(corpus, tmp_path / "whole", *intervals)
@@ -69,7 +69,7 @@ def test_updates_after_the_failure_are_taken_back(corpus, tmp_path, log_every):
     assert [line.get("data/hash") for line in metrics(folder)] == [line.get("data/hash") for line in metrics(whole)]
 
 
-def test_before_the_first_update_there_is_nothing_to_save(corpus, tmp_path):
+def test_before_the_first_step_there_is_nothing_to_save(corpus, tmp_path):
     run = built(corpus, tmp_path)
     run.resume()
     run.trainer.loader._rows = Failing(run.trainer.loader._rows, 0)

@@ -43,7 +43,7 @@ def test_gradients_are_close_to_those_of_float32_and_the_same_on_all_ranks():
 
 
 def storages(world: World, corpus: Path, out: Path) -> list[set[int]]:
-    """Where gradients lie before, within and after two updates of a run of two micro-batches each."""
+    """Where gradients lie before, within and after two steps of a run of two micro-batches each."""
     run = built(corpus, out, world=world)
     found = []
 
@@ -67,7 +67,7 @@ def test_gradients_exist_once(corpus, tmp_path):
 
 
 def runs(world: World, corpus: Path, out: Path) -> list[list[Tensor]]:
-    """The weights of a run of 8 updates, whole and resumed after 4."""
+    """The weights of a run of 8 steps, whole and resumed after 4."""
     weights = []
     for name, budgets in {"whole": [2048], "resumed": [1024, 2048]}.items():
         for tokens in budgets:

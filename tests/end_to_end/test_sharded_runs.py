@@ -29,7 +29,7 @@ def train(world: World, corpus: Path, out: Path, *overrides: str) -> list[tuple[
 
 
 def two_ranks(world: World, corpus: Path, out: Path) -> list:
-    """A replicated run of 8 updates, a sharded one, and 4 sharded updates of one to be resumed."""
+    """A replicated run of 8 steps, a sharded one, and 4 sharded steps of one to be resumed."""
     return [
         train(world, corpus, out / "replicated", "tokens=3072", "shard_optimizer=false"),
         train(world, corpus, out / "sharded", "tokens=3072"),

@@ -23,7 +23,7 @@ STREAMED = (
     "save_every=3",
     "log_every=1",
 )
-UPDATE = 256  # tokens
+TOKENS_PER_STEP = 256
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +34,8 @@ def environment(tmp_path_factory):
         yield hub.environment(home)
 
 
-def settings(out, updates, *others):
-    return [*STREAMED, "name=run", f"out={out}", f"cache={out}/cache", f"tokens={updates * UPDATE}", *others]
+def settings(out, steps, *others):
+    return [*STREAMED, "name=run", f"out={out}", f"cache={out}/cache", f"tokens={steps * TOKENS_PER_STEP}", *others]
 
 
 def train(world: World, words: list[str]) -> None:
@@ -45,17 +45,17 @@ def train(world: World, words: list[str]) -> None:
     run.close()
 
 
-def hashes(out, updates):
-    """Of the global batches of all updates, in order."""
+def hashes(out, steps):
+    """The hashes of the global batches of all steps, in order."""
     lines = [line for line in metrics(out / "run") if "data/hash" in line]
-    assert [line["step"] for line in lines] == list(range(1, updates + 1))
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
     return [line["data/hash"] for line in lines]
 
 
-def trained(out, updates, size):
+def trained(out, steps, size):
     """The hashes of a run on so many ranks, in processes of its own."""
-    on_ranks(size, train, settings(out, updates, "workers=0"))
-    return hashes(out, updates)
+    on_ranks(size, train, settings(out, steps, "workers=0"))
+    return hashes(out, steps)
 
 
 @pytest.fixture
@@ -64,12 +64,12 @@ def at_the_hub(environment, monkeypatch):
         monkeypatch.setenv(key, value)  # of the processes to come
 
 
-def alone_and_together(world: World, out: Path, updates: int) -> list[str]:
+def alone_and_together(world: World, out: Path, steps: int) -> list[str]:
     """Train on all ranks; the hashes of the batches that this process by itself would train on."""
-    words = settings(out, updates, "workers=0")
+    words = settings(out, steps, "workers=0")
     train(world, words)
     loader = build_run(load_config(["name=run", *words, f"out=elsewhere-{world.rank}"]), HERE).trainer.loader
-    found = [f"{next(loader).hash % 2**64:016x}" for _ in range(updates)]
+    found = [f"{next(loader).hash % 2**64:016x}" for _ in range(steps)]
     loader.close()
     return found
 
@@ -101,16 +101,16 @@ def test_killed_on_two_ranks_it_goes_on_on_one(at_the_hub, tmp_path):
             process.kill()
             process.join()
     assert [process.exitcode for process in running] == [-signal.SIGKILL] * 2
-    updates = metrics(out / "run")[-1]["step"] + 5
-    assert trained(out, updates, 1) == trained(tmp_path / "whole", updates, 1)
+    steps = metrics(out / "run")[-1]["step"] + 5
+    assert trained(out, steps, 1) == trained(tmp_path / "whole", steps, 1)
 
 
 def probed_and_not(world: World, out: Path) -> tuple[list, list]:
     """Losses and hashes of a streamed run without and with probes, the second resumed in its middle."""
     found = []
     for name, probes in (("plain", []), ("probed", ["probes=[effective_rank,attention_logits]", "probe_every=2"])):
-        for updates in (3, 6):
-            words = [*settings(out / name, updates, "workers=0", *probes), "schedule=constant"]
+        for steps in (3, 6):
+            words = [*settings(out / name, steps, "workers=0", *probes), "schedule=constant"]
             train(world, words)
         lines = metrics(out / name / "run") if world.is_main else []
         found.append([(line.get("data/hash"), line.get("train/loss")) for line in lines])

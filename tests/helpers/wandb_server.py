@@ -13,7 +13,7 @@ from typing import Any
 
 
 def answer(operation: str, variables: dict[str, Any]) -> dict[str, Any]:
-    """What a client needs to hear to start a run."""
+    """The answer that a client needs to start a run."""
     project = {"id": "p", "name": variables.get("project"), "entity": {"id": "e", "name": "me"}}
     bucket = {"id": "x", "name": variables.get("name"), "displayName": "", "config": "{}", "project": project}
     return {
@@ -71,7 +71,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def served(kind: str) -> Iterator[Server]:
-    """Such a server, until the end of the block."""
+    """A server of this kind, until the end of the block."""
     with Server(kind) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
@@ -116,7 +116,7 @@ def read_records(path: Path) -> Iterator[Any]:
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """What was logged to a .wandb file, in order."""
+    """The rows that were logged to a .wandb file, in order."""
     rows = []
     for record in read_records(path):
         if record.WhichOneof("record_type") == "history":

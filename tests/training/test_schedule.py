@@ -12,7 +12,7 @@ fractions = st.floats(0, 0.5)
 
 
 @given(st.integers(1, 3000), fractions, fractions)
-def test_every_update_moves_and_none_exceeds_the_base(steps, warmup, cooldown):
+def test_every_step_moves_and_none_exceeds_the_base(steps, warmup, cooldown):
     for values in (
         [wsd(t, steps, warmup, cooldown) for t in range(steps)],
         [cosine(t, steps, warmup) for t in range(steps)],
@@ -22,7 +22,7 @@ def test_every_update_moves_and_none_exceeds_the_base(steps, warmup, cooldown):
 
 
 @given(st.integers(1, 3000), st.floats(0, 0.3), st.floats(0.3, 0.7))
-def test_the_last_update_is_the_smallest(steps, warmup, cooldown):
+def test_the_last_step_is_the_smallest(steps, warmup, cooldown):
     values = [wsd(t, steps, warmup, cooldown) for t in range(steps)]
     assert values[-1] == min(values)
     values = [cosine(t, steps, warmup) for t in range(steps)]

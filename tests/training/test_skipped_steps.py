@@ -1,4 +1,4 @@
-"""Runs whose device decides on bad updates, as on a GPU, are those whose host does, as on a CPU."""
+"""Runs whose device decides to skip a step, as on a GPU, equal those whose host decides, as on a CPU."""
 
 import sys
 from contextlib import nullcontext
@@ -14,20 +14,20 @@ from tests.end_to_end.test_failing_data import MESSAGE, failing
 from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import HERE, built, losses, metrics, slow_but, trained
 
-UPDATES = {0, 4, 5, 9}  # without numbers
+STEPS = {0, 4, 5, 9}  # those whose gradients are NaN
 
 
 def outcome_of(corpus, out, overrides, rows, on_device, world=HERE, rank=0):
-    """A run with the flags of its updates read, or not: how it ended, its record, weights and state."""
+    """How a run ended whose flags are read by the host, or not; its weights and its state."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gate, "can_read_without_sync", lambda skip: not on_device)
         run = poisoned(built(corpus, out, *overrides, world=world), rows, rank)
-        # most updates happen under a flag, if they are to
-        updates, step = [], run.trainer.optimizer.step
-        flagged = lambda: (updates.append(run.trainer.optimizer.found_inf is not None), step())  # noqa: E731
+        # most steps happen under a flag, if they are to
+        flags, step = [], run.trainer.optimizer.step
+        flagged = lambda: (flags.append(run.trainer.optimizer.found_inf is not None), step())  # noqa: E731
         run.trainer.optimizer.step = flagged
         outcome = fitted(run)
-        assert all(flag == on_device for flag in updates)
+        assert all(flag == on_device for flag in flags)
     state = [run.trainer.optimizer.state[p] for p in run.model.parameters() if p in run.trainer.optimizer.state]
     return outcome, list(run.model.parameters()), state
 
@@ -48,21 +48,21 @@ def check_alike(corpus, tmp_path, overrides, rows):
 
 
 @pytest.mark.parametrize("optim", slow_but(["muown"], ["muown", "muon", "normuon", "normuown", "lion", "adamw"]))
-def test_bad_updates(corpus, tmp_path, optim):
-    rows = {k * ROWS for k in UPDATES}
+def test_skipped_steps(corpus, tmp_path, optim):
+    rows = {k * ROWS for k in STEPS}
     assert check_alike(corpus, tmp_path, [f"optim={optim}"], rows) == Outcome("finished")
     lines = metrics(tmp_path / "True" / "run")
-    assert [line["step"] for line in lines if "train/skipped" in line] == [k + 1 for k in sorted(UPDATES)]
+    assert [line["step"] for line in lines if "train/skipped" in line] == [k + 1 for k in sorted(STEPS)]
 
 
 @pytest.mark.parametrize("overrides, state", [([], "finished"), (["on_bad_updates=stop"], "diverged")])
-def test_too_many_bad_updates(corpus, tmp_path, overrides, state):
+def test_too_many_skipped_steps(corpus, tmp_path, overrides, state):
     outcome = check_alike(corpus, tmp_path, ["max_bad_updates=3", *overrides], {k * ROWS for k in (5, 6, 7)})
     assert outcome.state == state
 
 
 def test_a_run_that_was_interrupted(corpus, tmp_path):
-    """What a checkpoint holds after bad updates is right."""
+    """A checkpoint after skipped steps holds the right state."""
     rows = {0, 3 * ROWS}
     _, whole, state = outcome_of(corpus, tmp_path / "whole", [], rows, True)
 
@@ -81,7 +81,7 @@ def test_a_run_that_was_interrupted(corpus, tmp_path):
 
 def gated_on_two(world, corpus, out):
     known, gated = (
-        outcome_of(corpus, out / str(flag), [], {k * ROWS for k in UPDATES}, flag, world, rank=1)
+        outcome_of(corpus, out / str(flag), [], {k * ROWS for k in STEPS}, flag, world, rank=1)
         for flag in (False, True)
     )
     assert known[0] == gated[0]
@@ -108,7 +108,7 @@ def test_data_that_fail_on_one_of_two_ranks(corpus, tmp_path):
 
 
 def begun(run):
-    """As after a first update, of which the flag is read."""
+    """Make the optimizer what it is after its first step, whose flag the host reads."""
     for state in run.trainer.optimizer.state.values():
         state["step"].fill_(1)
 

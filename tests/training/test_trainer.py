@@ -48,7 +48,7 @@ def test_muowns_invariant_holds_at_the_end(corpus, tmp_path):
 
 @pytest.fixture(scope="module")
 def uninterrupted(corpus, tmp_path_factory):
-    """Losses and final weights of a run of 12 updates that nothing disturbed."""
+    """Losses and final weights of a run of 12 steps that nothing disturbed."""
     out = tmp_path_factory.mktemp("uninterrupted")
     run = trained(corpus, out)
     return metrics(out / "run"), weights(run)
@@ -176,7 +176,7 @@ def test_the_record_of_a_finished_run_stays_as_it_was(corpus, tmp_path):
     assert record(tmp_path) == before
 
 
-def test_an_update_with_a_gradient_that_is_not_finite_is_left_out(corpus, tmp_path):
+def test_a_step_with_a_gradient_that_is_not_finite_is_skipped(corpus, tmp_path):
     run = built(corpus, tmp_path)
     model = run.model
     bad = {5}
@@ -197,6 +197,6 @@ def test_loss_is_the_mean_over_tokens_and_lr_follows_the_schedule(corpus, tmp_pa
     tokens = torch.from_numpy(rows).long()
     with torch.no_grad():
         expected = run.model(tokens[:, :-1], tokens[:, 1:]).item() / 256
-    update = run.trainer.train_step()
-    assert update.loss.item() == pytest.approx(expected, rel=1e-5)
+    record = run.trainer.train_step()
+    assert record.loss.item() == pytest.approx(expected, rel=1e-5)
     assert [group["lr"] for group in run.trainer.optimizer.param_groups] == [0.5, 0.5, 0.25, 0.25]

@@ -108,7 +108,7 @@ def test_it_goes_on_without_its_source(corpus, tmp_path, source):
     moved = shutil.copytree(source.folder, tmp_path / "moved")
     words = (f"init_from={moved}", "schedule=constant")
     whole = trained(corpus, tmp_path / "whole", *words)
-    trained(corpus, tmp_path / "cut", *words, "tokens=1536")  # 6 updates
+    trained(corpus, tmp_path / "cut", *words, "tokens=1536")  # 6 steps
     shutil.rmtree(moved)
     again = trained(corpus, tmp_path / "cut", *words)
     assert again.metadata["init_from"]["step"] == 12

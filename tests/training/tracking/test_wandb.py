@@ -83,7 +83,7 @@ def train(tmp_path: Path, patience: float, **environment: str) -> dict[str, Any]
 
 
 def steps_offline(folder: Path) -> list[int]:
-    """What all parts of a run recorded, in the order of W&B's own count, which must be strict."""
+    """The steps that all parts of a run recorded, in the order of W&B's own count, which must be strict."""
     wandb.teardown()  # its process may still be writing what this one has finished, as it does when a program ends
     rows = [row for path in sorted(folder.rglob("*.wandb")) for row in rows_of(path)]
     counts = [row["_step"] for row in rows]
