@@ -58,11 +58,39 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         return [results[rank][1] for rank in range(size)]
 
 
-def _run_command(words: list[str], output: Path, errors: Path, environment: dict[str, str]) -> None:
+def _call(
+    function: Callable[..., Any], args: tuple[Any, ...], output: Path, errors: Path, environment: dict[str, str]
+) -> None:
     for number, path in ((1, output), (2, errors)):
         with path.open("ab") as file:
             os.dup2(file.fileno(), number)
     _take_environment(environment)
+    function(*args)
+
+
+def start_process(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    output: Path,
+    errors: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> BaseProcess:
+    """Start `function(*args)` in a process of its own. It must be importable (module level).
+
+    Args:
+        output: what it prints is added to this file; errors: the same, by default the same file.
+        environment: variables besides those of this process.
+    """
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    variables = dict(os.environ) | dict(environment or {})
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_call, args=(function, tuple(args), output, errors or output, variables), daemon=True
+    )
+    process.start()
+    return process
+
+
+def _run_command(*words: str) -> None:
     sys.argv = ["muown-train", *words]
     from muown_train.cli.main import run
 
@@ -72,16 +100,5 @@ def _run_command(words: list[str], output: Path, errors: Path, environment: dict
 def start_command(
     words: Sequence[str], output: Path, errors: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> BaseProcess:
-    """Start `muown-train` with these words in a process of its own.
-
-    Args:
-        output: what it prints is added to this file; errors: the same, by default the same file.
-        environment: variables besides those of this process.
-    """
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    variables = dict(os.environ) | dict(environment or {})
-    process = multiprocessing.get_context("forkserver").Process(
-        target=_run_command, args=(list(words), output, errors or output, variables), daemon=True
-    )
-    process.start()
-    return process
+    """Start `muown-train` with these words; see `start_process`."""
+    return start_process(_run_command, words, output, errors, environment)

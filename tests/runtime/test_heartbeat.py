@@ -3,91 +3,143 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
+import torch
 
 from muown_train.runtime import distributed
+from muown_train.runtime.distributed import World, join_world
 from muown_train.runtime.heartbeat import HeartbeatMonitor, explain_lost_rank
-from tests.helpers.ranks import free_port
+from tests.helpers.ranks import free_port, start_process
+from tests.helpers.runs import wait_until
 
 GOES_ON = "the same command goes on from the last checkpoint"
-# a main thread that waits in a collective for a rank that does not come is like one that sleeps
-_RANK = """
-import os, sys, time
-import torch
-from muown_train.runtime.distributed import join_world
-with join_world(lost_after=float(sys.argv[2])) as here:
-    print("started", flush=True)
-    here.record_step(7)
-    {body}
-print("ended", flush=True)
-"""
-STUCK = "time.sleep(60)"
-COLLECTIVES = "\n    ".join(["for _ in range(10_000):", "    time.sleep(0.01)", "    here.sum(torch.ones(3))"])
 
 
-@contextmanager
-def ranks(size: int, body: str, lost_after: float = 60.0) -> Iterator[list[subprocess.Popen]]:
-    """Processes in a world of `size`, started; those left are killed at the end."""
-    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", _RANK.format(body=body), "rank", str(lost_after)],
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+def sleep(world: World) -> None:
+    """A main thread that waits in a collective for a rank that does not come is like one that sleeps."""
+    time.sleep(60)
+
+
+def sum_often(world: World) -> None:
+    for _ in range(10_000):
+        time.sleep(0.01)
+        world.sum(torch.ones(3))
+
+
+def sleep_nine_seconds(world: World) -> None:
+    time.sleep(9)
+
+
+def fail_on_rank_1(world: World) -> None:
+    if world.rank == 1:
+        raise ValueError("no such file")
+    time.sleep(60)
+
+
+def fail_one_by_one(world: World) -> None:
+    time.sleep(world.rank)
+    raise SystemExit("no such file")
+
+
+def end_in_order(world: World) -> None:
+    time.sleep(1.5 * world.rank)
+
+
+def end_in_reverse_order(world: World) -> None:
+    time.sleep(1.5 * (2 - world.rank))
+
+
+def _run_rank(body: Callable[[World], None], lost_after: float) -> None:
     try:
-        for process in processes:
-            assert process.stdout and process.stdout.readline() == "started\n"
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+        with join_world(lost_after=lost_after) as world:
+            print("started", flush=True)
+            world.record_step(7)
+            body(world)
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(1) from None
 
 
-def ended(process: subprocess.Popen, within: float) -> tuple[int, str]:
-    """Exit status and first line of stderr of a process that ends in so many seconds."""
-    error = process.communicate(timeout=within)[1]
-    return process.returncode, error.splitlines()[0] if error else ""
+@dataclass
+class Rank:
+    """A process of a world, and the file of its stderr."""
+
+    process: BaseProcess
+    errors: Path
+
+    def end(self, within: float) -> tuple[int | None, str]:
+        """Exit status and first line of stderr of a process that ends in so many seconds."""
+        self.process.join(within)
+        assert not self.process.is_alive()
+        said = self.errors.read_text()
+        return self.process.exitcode, said.splitlines()[0] if said else ""
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """A context of processes in a world of `size`, started; those left are killed at the end."""
+
+    @contextmanager
+    def start(size: int, body: Callable[[World], None], lost_after: float = 60.0) -> Iterator[list[Rank]]:
+        common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        started = []
+        for rank in range(size):
+            output, errors = (tmp_path / f"{common['MASTER_PORT']}-{rank}.{name}" for name in ("out", "err"))
+            output.touch()
+            variables = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = start_process(_run_rank, (body, lost_after), output, errors, variables)
+            started.append((Rank(process, errors), output))
+        try:
+            for _, output in started:
+                wait_until(lambda output=output: output.read_text() == "started\n")
+            yield [rank for rank, _ in started]
+        finally:
+            for rank, _ in started:
+                rank.process.kill()
+                rank.process.join()
+
+    return start
 
 
 def lost(rank: int, why: str) -> tuple[int, str]:
+    """The exit status and the message of the others if `rank` is lost."""
     return 1, f"rank {rank} on {socket.gethostname()} is lost: {why} (after step 7); {GOES_ON}"
 
 
-@pytest.mark.parametrize("body", [STUCK, pytest.param(COLLECTIVES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("body", [sleep, pytest.param(sum_often, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_a_killed_rank_ends_the_others_at_once(victim, body):
-    with ranks(3, body) as processes:
-        processes.pop(victim).kill()
-        for process in processes:
-            assert ended(process, within=10) == lost(victim, "its process has ended")
+def test_a_killed_rank_ends_the_others_at_once(ranks, victim, body):
+    with ranks(3, body) as others:
+        others.pop(victim).process.kill()
+        for other in others:
+            assert other.end(within=10) == lost(victim, "its process has ended")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim, body", [(0, STUCK), pytest.param(1, COLLECTIVES, marks=pytest.mark.long)])
-def test_a_halted_rank_ends_the_others_after_a_while(victim, body):
-    with ranks(3, body, lost_after=2) as processes:
+@pytest.mark.parametrize("victim, body", [(0, sleep), pytest.param(1, sum_often, marks=pytest.mark.long)])
+def test_a_halted_rank_ends_the_others_after_a_while(ranks, victim, body):
+    with ranks(3, body, lost_after=2) as others:
         time.sleep(3)  # silence counts from the last sign of life: all are alive until now
-        halted = processes.pop(victim)
+        halted = others.pop(victim)
         halted.send_signal(signal.SIGSTOP)
         since = time.monotonic()
-        for process in processes:
-            assert ended(process, within=15) == lost(victim, "no sign of life for 2 s")
+        for other in others:
+            assert other.end(within=15) == lost(victim, "no sign of life for 2 s")
         assert time.monotonic() - since > 1.5
         halted.send_signal(signal.SIGCONT)
-        assert ended(halted, within=10)[0] == 1
+        assert halted.end(within=10)[0] == 1
 
 
 def test_a_rank_that_never_comes_is_not_waited_for_for_long(monkeypatch):
@@ -102,34 +154,34 @@ def test_a_rank_that_never_comes_is_not_waited_for_for_long(monkeypatch):
 
 
 @pytest.mark.slow
-def test_ranks_that_were_all_halted_go_on():
-    with ranks(2, "time.sleep(9)", lost_after=2) as processes:
+def test_ranks_that_were_all_halted_go_on(ranks):
+    with ranks(2, sleep_nine_seconds, lost_after=2) as both:
         for number in (signal.SIGSTOP, signal.SIGCONT):
-            for process in processes:
-                process.send_signal(number)
+            for rank in both:
+                rank.send_signal(number)
             time.sleep(4)
-        assert [ended(process, within=20) for process in processes] == [(0, "")] * 2
+        assert [rank.end(within=20) for rank in both] == [(0, "")] * 2
 
 
 @pytest.mark.slow
-def test_an_error_of_one_rank_ends_the_others_after_its_own_message():
-    with ranks(3, f"if here.rank == 1: raise ValueError('no such file')\n    {STUCK}") as processes:
-        assert "Traceback" in ended(processes.pop(1), within=10)[1]
-        for process in processes:
-            assert ended(process, within=20) == lost(1, "it failed")
+def test_an_error_of_one_rank_ends_the_others_after_its_own_message(ranks):
+    with ranks(3, fail_on_rank_1) as others:
+        assert "Traceback" in others.pop(1).end(within=10)[1]
+        for other in others:
+            assert other.end(within=20) == lost(1, "it failed")
 
 
 @pytest.mark.slow
-def test_an_error_of_all_ranks_is_all_that_they_say():
-    with ranks(3, "time.sleep(here.rank); raise SystemExit('no such file')") as processes:
-        assert [ended(process, within=20) for process in processes] == [(1, "no such file")] * 3
+def test_an_error_of_all_ranks_is_all_that_they_say(ranks):
+    with ranks(3, fail_one_by_one) as all_ranks:
+        assert [rank.end(within=20) for rank in all_ranks] == [(1, "no such file")] * 3
 
 
 @pytest.mark.long
-def test_ranks_may_end_one_after_the_other():
-    for order in ("here.rank", "2 - here.rank"):
-        with ranks(3, f"time.sleep(1.5 * ({order}))", lost_after=1) as processes:
-            assert [ended(process, within=20) for process in processes] == [(0, "")] * 3
+@pytest.mark.parametrize("body", [end_in_order, end_in_reverse_order])
+def test_ranks_may_end_one_after_the_other(ranks, body):
+    with ranks(3, body, lost_after=1) as all_ranks:
+        assert [rank.end(within=20) for rank in all_ranks] == [(0, "")] * 3
 
 
 @contextmanager
