@@ -104,6 +104,7 @@ class NorMuown(_RowEqualizer, Muown):
     Arguments, options of groups and state are Muown's, besides `beta2` and `row_second_moment`, which are NorMuon's.
     """
 
+    # Written out for readers and type checkers; tests/optim/test_normuon.py compares it with Muown's signature.
     def __init__(
         self,
         params: ParamsT,

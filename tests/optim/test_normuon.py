@@ -1,5 +1,6 @@
 """NorMuon and NorMuown against a naive reading of the papers, by automatic differentiation."""
 
+import inspect
 import math
 
 import pytest
@@ -110,6 +111,12 @@ def test_rows_without_gradient_stay_and_get_no_nan():
     run(NorMuon([p], lr=0.1), p, [G] * 3)
     assert torch.equal(p.detach()[1:3], before[1:3]) and p.isfinite().all()
     assert (p.detach() != before)[[0, 3, 4]].all()
+
+
+def test_normuown_takes_every_option_of_muown():
+    arguments = dict(inspect.signature(NorMuown).parameters)
+    assert arguments.pop("beta2").default == inspect.signature(NorMuon).parameters["beta2"].default
+    assert list(arguments.values()) == list(inspect.signature(Muown).parameters.values())
 
 
 def test_normuown_keeps_muowns_invariant_and_options():

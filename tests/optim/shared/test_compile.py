@@ -1,4 +1,4 @@
-"""Compiled optimizers do what uncompiled ones do, and are compiled once for each shape."""
+"""Compiled optimizers give the results of uncompiled ones and are compiled once for each shape."""
 
 import shutil
 
@@ -19,13 +19,23 @@ CASES = {
     "sign": (MuownSign, {"magnitude_lr": 0.01}, 1e-5),
 }
 
-pytestmark = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 
 
-@pytest.mark.parametrize(
-    "case", [case if case == "muown" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_compiled_steps_agree_and_compile_once(case):
+    check_compiled_steps(case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_traced_steps_agree_and_are_traced_once(case):
+    """The backend "eager" runs what torch.compile has traced, without the seconds that generating code takes."""
+    check_compiled_steps(case, backend="eager")
+
+
+def check_compiled_steps(case, **compile_options):
     kind, options, tolerance = CASES[case]
     options = dict(options)
     dtype = options.pop("dtype", torch.float32)
@@ -42,7 +52,7 @@ def test_compiled_steps_agree_and_compile_once(case):
     plain, compiled = optimizer(), optimizer()
     torch._dynamo.reset()
     counters.clear()
-    compiled.compile()
+    compiled.compile(**compile_options)
     graphs = []
     for step in range(6):
         for group in plain.param_groups + compiled.param_groups:
@@ -58,6 +68,7 @@ def test_compiled_steps_agree_and_compile_once(case):
         torch.testing.assert_close(q, p, rtol=tolerance, atol=tolerance)
 
 
+@needs_compiler
 @pytest.mark.slow
 def test_a_combination_compiles_the_parts_that_can_be():
     def combined():

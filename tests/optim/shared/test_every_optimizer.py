@@ -1,6 +1,7 @@
-"""What holds for every optimizer of the library: safety at the edges, state, and what torch's tools expect."""
+"""Every optimizer of the library: safety at the edges, state, and what torch's tools expect."""
 
 import copy
+import inspect
 import json
 import pickle
 
@@ -142,6 +143,15 @@ def test_all_state_exists_from_the_start(kind, options):
         optimizer.step()
     assert {key: value.shape for key, value in optimizer.state[p].items()} == shapes
     assert torch.equal(q, before) and optimizer.state[q].keys() == optimizer.state[p].keys()
+
+
+@each
+def test_every_argument_is_an_option_of_groups(kind):
+    defaults = kind([parameter(4, 6)]).param_groups[0]
+    arguments = dict(inspect.signature(kind).parameters)
+    assert arguments.pop("params").default is inspect.Parameter.empty
+    for name, argument in arguments.items():
+        assert defaults[name] == argument.default, name
 
 
 @each
