@@ -22,10 +22,10 @@ from muown_train.cli.errors import CommandParser
 from muown_train.cli.process import run_script
 from muown_train.data.hub.streaming import StreamRows
 from muown_train.data.rows import RowSource, TokenRows
-from muown_train.data.text.documents import expand, read_documents
+from muown_train.data.text.documents import expand_globs, read_documents
 from muown_train.data.text.tokenizer import Tokenizer, encode_documents, load_tokenizer
 from muown_train.data.token_file import TokenWriter, read_tokens
-from muown_train.data.workers import AHEAD, with_workers
+from muown_train.data.workers import AHEAD, add_workers
 
 SEQ_LEN = 1024
 ROWS = 64  # in a batch
@@ -48,7 +48,7 @@ def main() -> None:
     cores = os.sched_getaffinity(0)
     try:
         tokenizer = load_tokenizer(arguments.tokenizer)
-        texts = some_texts(expand(arguments.files, "--files"))
+        texts = some_texts(expand_globs(arguments.files, "--files"))
     except (ValueError, OSError) as error:
         parser.error(str(error))
 
@@ -141,7 +141,7 @@ def streaming(folder: Path, texts: list[str], tokenizer: Tokenizer) -> dict[str,
 
     def rows(count: int) -> Iterator[int]:
         source = StreamRows(documents_of, [[path] for path in paths], tokenizer, SEQ_LEN, shuffle=128)
-        return taken(with_workers(source, count))
+        return taken(add_workers(source, count))
 
     return {"streaming, 1 worker": rows(1), "streaming, no workers": rows(0), "streaming, 2 workers": rows(2)}
 

@@ -1,4 +1,4 @@
-"""Folders of prepared files: built once, whole or absent, whoever and however many ask for them at once."""
+"""Folders of prepared files: each is built once, whole or absent, however many processes ask for it at once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from muown_train.runtime.atomic_files import sync_to_disk
 
-CHECKED = 1 << 27  # files up to so many bytes are read through at each start; of larger ones only the size
-WAIT = 3.0  # seconds before saying that one waits
+CHECKED = 1 << 27  # bytes up to which a file is read and hashed at each start; of a larger one only the size is checked
+WAIT = 3.0  # seconds before a process says that it waits for another
 
 
 def cache_folder(configured: str | None) -> Path:
@@ -23,14 +23,21 @@ def cache_folder(configured: str | None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "muown_train"
 
 
-def prepared(folder: Path, build: Callable[[Path], dict[str, Any]], progress: Callable[[str], None]) -> dict[str, Any]:
-    """Index of `folder`; where that is absent or damaged, `build(partial folder)` writes its files first.
+def build_once(
+    folder: Path, build: Callable[[Path], dict[str, Any]], progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Return the index of `folder`, whose files are written first if they are absent or damaged.
 
-    `build` returns the index (JSON). One process builds under a lock while the others wait. The files are
-    written beside and the folder is renamed when complete. Raises OSError naming the folder where it cannot
-    be written.
+    One process builds under a lock while the others wait. The files are written into a folder beside it, which is
+    renamed when it is complete.
+
+    Args:
+        build: writes the files into the folder it is given and returns the index (JSON).
+
+    Raises:
+        OSError: the folder cannot be written; the message names it.
     """
-    index = _complete(folder)
+    index = _read_if_complete(folder)
     if index is not None:
         return index
     from filelock import FileLock, Timeout
@@ -44,11 +51,11 @@ def prepared(folder: Path, build: Callable[[Path], dict[str, Any]], progress: Ca
             progress(f"waiting for another process that prepares {folder}")
             lock.acquire()
         try:
-            return _complete(folder) or _build(folder, build)
+            return _read_if_complete(folder) or _build(folder, build)
         finally:
             lock.release()
-    except ConnectionError:
-        raise  # from reading what is to be prepared
+    except ConnectionError:  # is an OSError too, but comes from reading the source
+        raise
     except OSError as error:
         raise OSError(
             f"cannot write the data cache {folder} ({error.strerror or error}); choose another with cache="
@@ -56,12 +63,12 @@ def prepared(folder: Path, build: Callable[[Path], dict[str, Any]], progress: Ca
 
 
 def fingerprint(*parts: Any) -> str:
-    """16 hexadecimal digits of a hash over the JSON of the parts."""
+    """Return 16 hexadecimal digits of a hash over the JSON of the parts."""
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
 
-def files_fingerprint(paths: Iterable[Path]) -> str:
-    """Of names, sizes and times of change, without reading the files."""
+def fingerprint_files(paths: Iterable[Path]) -> str:
+    """Return a fingerprint of names, sizes and modification times; the files are not read."""
     stats = [(str(path.absolute()), path.stat()) for path in paths]
     return fingerprint([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
 
@@ -84,13 +91,14 @@ def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> Any:
     return json.loads(text)
 
 
-def _complete(folder: Path) -> dict[str, Any] | None:
+def _read_if_complete(folder: Path) -> dict[str, Any] | None:
+    """Return the index of `folder`, or None if a file is absent or differs from what the index says."""
     try:
         index = json.loads((folder / "index.json").read_text())
-        same = all(_describe(folder / name) == facts for name, facts in index["files"].items())
+        unchanged = all(_describe(folder / name) == recorded for name, recorded in index["files"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return index if same else None
+    return index if unchanged else None
 
 
 def _describe(path: Path) -> dict[str, Any]:

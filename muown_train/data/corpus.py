@@ -1,10 +1,9 @@
-"""Documents -> token files to train on and held out, cached with their tokenizer and an index."""
+"""Documents -> two token files, to train on and held out, cached with their tokenizer and an index."""
 
 from __future__ import annotations
 
 import hashlib
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,27 +12,30 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from muown_train.data.cache import prepared
+from muown_train.data.cache import build_once
 from muown_train.data.text import train_bpe as bpe
-from muown_train.data.text.tokenizer import HubTokenizer, Tokenizer, encode_documents, token_dtype
+from muown_train.data.text.tokenizer import HubTokenizer, Tokenizer, choose_dtype, encode_documents
 from muown_train.data.token_file import TokenWriter, read_tokens
+from muown_train.runtime.progress import Progress, StatusLine
 
 T = TypeVar("T")
-Labelled = Callable[[], Iterator[tuple[str, bool]]]  # pairs (text, held out), the same at every call
+SplitDocuments = Callable[[], Iterator[tuple[str, bool]]]  # pairs (text, is held out), the same at every call
 
 
 @dataclass(frozen=True)
 class Corpus:
+    """The tokens of all documents, in memory maps."""
+
     train: np.ndarray  # 1-D ids, uint16 or uint32; each document ends with end-of-text
     valid: np.ndarray
     tokenizer: Tokenizer
     index: dict[str, Any]  # "train", "valid": documents, tokens, text (hash); "train_counts" of each id
 
 
-def tokenised(
-    folder: Path, documents: Labelled, tokenizer: Tokenizer | None, progress: Callable[[str], None]
+def tokenize_corpus(
+    folder: Path, documents: SplitDocuments, tokenizer: Tokenizer | None, progress: Callable[[str], None]
 ) -> Corpus:
-    """The corpus cached in `folder`, tokenised there first where it is absent or damaged.
+    """Return the corpus cached in `folder`, which is written first if it is absent or damaged.
 
     Without a tokenizer the 4096-entry BPE is trained on the documents that are not held out.
     """
@@ -45,27 +47,38 @@ def tokenised(
             raw = bpe.train_bpe(lambda: (text for text, held in documents() if not held))
             (partial / "tokenizer.json").write_bytes(raw)
             used = HubTokenizer(bpe.NAME, raw)
-        return _write(partial, documents(), used, progress)
+        return _write_splits(partial, documents(), used)
 
-    index = prepared(folder, build, progress)
+    index = build_once(folder, build, progress)
     if tokenizer is None:
         tokenizer = HubTokenizer(bpe.NAME, (folder / "tokenizer.json").read_bytes())
     return Corpus(read_tokens(folder / "train.bin"), read_tokens(folder / "valid.bin"), tokenizer, index)
 
 
+def compute_unigram_loss(counts: np.ndarray, targets: np.ndarray) -> float:
+    """Return the loss of a model that knows only how often each token occurs, which any training must beat.
+
+    It is the mean of -log p over `targets` (1-D ids), in nats per token, with
+    p(id) = (counts[id] + 1) / sum(counts + 1).
+    """
+    smoothed = np.asarray(counts, dtype=np.float64) + 1
+    log_p = np.log(smoothed) - np.log(smoothed.sum())
+    return float(-log_p[np.asarray(targets, dtype=np.int64)].mean())
+
+
 def print_line(message: str) -> None:
-    """The default `progress`: one line on standard error."""
+    """Print one line on standard error: the default `progress`."""
     print(message, file=sys.stderr, flush=True)
 
 
-class Part:
-    """One token file being written: counts, a hash of the text and, if asked, how often each id occurs."""
+class SplitWriter:
+    """Writes the documents of one split to a token file, with a hash of the text and the count of each id."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self.counts = np.zeros(tokenizer.size, dtype=np.int64)
         self.documents = 0
         self._hash = hashlib.blake2b(digest_size=16)
-        self._writer = TokenWriter(path, token_dtype(tokenizer.size))
+        self._writer = TokenWriter(path, choose_dtype(tokenizer.size))
 
     def write(self, text: str, ids: np.ndarray) -> None:
         raw = text.encode()
@@ -75,6 +88,7 @@ class Part:
         self.documents += 1
 
     def close(self) -> dict[str, Any]:
+        """Complete the file and return its entry in the index."""
         self._writer.close()
         return {
             "documents": self.documents,
@@ -83,8 +97,11 @@ class Part:
         }
 
 
-def with_ids(documents: Iterable[tuple[str, T]], tokenizer: Tokenizer) -> Generator[tuple[str, T, np.ndarray]]:
-    """Triples (text, what goes with it, ids with end-of-text), encoded in batches; no text is no document."""
+def encode_labelled(documents: Iterable[tuple[str, T]], tokenizer: Tokenizer) -> Generator[tuple[str, T, np.ndarray]]:
+    """Yield (text, label, ids with end-of-text) for pairs (text, label), encoded in batches.
+
+    An empty text is no document and is left out.
+    """
     waiting: deque[tuple[str, T]] = deque()
 
     def texts() -> Iterator[str]:
@@ -97,39 +114,18 @@ def with_ids(documents: Iterable[tuple[str, T]], tokenizer: Tokenizer) -> Genera
         yield *waiting.popleft(), ids
 
 
-def _write(
-    folder: Path,
-    documents: Iterable[tuple[str, bool]],
-    tokenizer: Tokenizer,
-    progress: Callable[[str], None],
-) -> dict[str, Any]:
-    parts = {False: Part(folder / "train.bin", tokenizer), True: Part(folder / "valid.bin", tokenizer)}
-    report = _Pace(progress)
-    for text, held, ids in with_ids(documents, tokenizer):
-        parts[held].write(text, ids)
-        report.add(len(ids))
+def _write_splits(folder: Path, documents: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> dict[str, Any]:
+    train, valid = SplitWriter(folder / "train.bin", tokenizer), SplitWriter(folder / "valid.bin", tokenizer)
+    tokens = 0
+    with StatusLine(every=5.0, first=2.0) as line:
+        progress = Progress(line, label="tokenizing")
+        for text, is_held_out, ids in encode_labelled(documents, tokenizer):
+            (valid if is_held_out else train).write(text, ids)
+            tokens += len(ids)
+            progress.update(tokens)
     return {
         "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint, "size": tokenizer.size},
-        "train_counts": parts[False].counts.tolist(),
-        "train": parts[False].close(),
-        "valid": parts[True].close(),
+        "train_counts": train.counts.tolist(),
+        "train": train.close(),
+        "valid": valid.close(),
     }
-
-
-class _Pace:
-    """Says how far tokenising is, first after two seconds and then every five."""
-
-    def __init__(self, progress: Callable[[str], None]) -> None:
-        self._progress = progress
-        self._start = time.monotonic()
-        self._next = self._start + 2
-        self._documents = self._tokens = 0
-
-    def add(self, tokens: int) -> None:
-        self._documents += 1
-        self._tokens += tokens
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + 5
-            speed = self._tokens / (now - self._start)
-            self._progress(f"tokenising: {self._documents:,} documents, {self._tokens:,} tokens, {speed:,.0f} tokens/s")

@@ -1,4 +1,4 @@
-"""Rows -> batches of one rank, read ahead in a thread; the state is what was handed out, not read."""
+"""Rows -> batches of one rank, read ahead in a thread; the state counts what was handed out, not what was read."""
 
 from __future__ import annotations
 
@@ -10,28 +10,35 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from muown_train.data.prefetch import ReadAhead, end
+from muown_train.data.prefetch import Prefetcher, stop_all
 from muown_train.data.rows import RowSource
 
 
 class Batch(NamedTuple):
+    """The rows of one step that a rank gets."""
+
     tokens: torch.Tensor  # (B / ranks, T+1) int64
-    hash: int  # int64; summed over ranks modulo 2^64 it is the hash of the global batch
+    hash: int  # int64; the sum over ranks modulo 2^64 is the hash of the global batch
 
 
 @runtime_checkable
 class Closable(Protocol):
-    """Rows that may be waited for: `close`, from any thread, ends a `take` with an error."""
+    """Rows whose `take` may wait; `close`, from any thread, ends it with an error."""
 
     def close(self) -> None: ...
 
 
 class Loader:
-    """Batches of rank `rank` of `size`: of the global batch of rows n to n + batch_rows, every size-th.
+    """Batches of rank `rank` of `size`, which gets every size-th row of each global batch of `batch_rows` rows.
 
-    The order of rows depends neither on the number of ranks nor on `batch_rows` nor on where a run was
-    interrupted. `prefetch` batches are read ahead by a thread, 0 reads them in `__next__`. What the reading
-    raises, `__next__` raises. Raises ValueError where `batch_rows` is not a positive multiple of `size`.
+    The order of rows depends neither on the number of ranks nor on `batch_rows` nor on where a run was interrupted.
+    `__next__` raises what the reading raises.
+
+    Args:
+        prefetch: batches that a thread reads ahead; with 0 `__next__` reads them.
+
+    Raises:
+        ValueError: `batch_rows` is not a positive multiple of `size`.
     """
 
     def __init__(
@@ -58,57 +65,60 @@ class Loader:
 
     def __next__(self) -> Batch:
         if self._batches is None:
-            self._batches = _batches(self._rows, self._state, *self._deal, self._pin_memory)
+            self._batches = _make_batches(self._rows, self._state, *self._deal, self._pin_memory)
             if self._prefetch:
-                self._batches = ReadAhead(self._batches, self._prefetch, "loader")
-                # a thread that still computes when the interpreter goes down can abort the process
-                weakref.finalize(self, end, [self._batches])
+                self._batches = Prefetcher(self._batches, self._prefetch, "loader")
+                # a thread that still computes when the interpreter exits can abort the process
+                weakref.finalize(self, stop_all, [self._batches])
         batch, self._state = next(self._batches)
         return batch
 
     @property
-    def place(self) -> int:
-        """Number of the row after the last that was handed out to any rank."""
+    def next_row(self) -> int:
+        """The number of the first row that was not handed out to any rank yet."""
         rows: int = self._state["rows"]
         return rows
 
     def skip(self, spans: Sequence[tuple[int, int]]) -> None:
-        """From here on do not hand out the rows of these spans (first, one after the last), each a whole batch.
+        """Do not hand out the rows of these spans from here on; all ranks must call it alike.
 
-        They are a part of the state, and gone with the next `load_state_dict`; all ranks do alike.
+        The spans are a part of the state, and the next `load_state_dict` replaces them.
+
+        Args:
+            spans: pairs (first row, one after the last), each a whole batch.
         """
         self.load_state_dict(self.state_dict() | {"skipped": list(map(list, spans))})
 
     @property
     def skipped(self) -> list[tuple[int, int]]:
-        """The spans that are not handed out."""
+        """The spans whose rows are not handed out."""
         return [(first, end_of_span) for first, end_of_span in self._state.get("skipped", [])]
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows consumed over all ranks, those to skip, and this rank's cursors of streams; JSON."""
+        """Return the number of rows consumed by all ranks, the spans to skip and this rank's stream cursors; JSON."""
         return dict(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on after `state`, the union of the states of all ranks at a step, whatever their number was."""
+        """Continue after `state`, the union of the states of all ranks at a step, whatever their number was."""
         self.close()
         if self._batches is not None:
-            raise RuntimeError("the thread that reads the data hangs: a new loader is needed")
+            raise RuntimeError("the thread that reads the data hangs: make a new loader")
         self._rows.load_state_dict(state)
         self._state = dict(state)
 
     def close(self) -> None:
-        """Ends the thread and the workers; what was read ahead will be read again.
+        """End the thread and the workers; what was read ahead will be read again.
 
-        Rows that cannot be closed may leave a thread behind that hangs.
+        A thread that waits for rows that cannot be closed may stay behind.
         """
         if self._batches is None:
             return
-        thread = [self._batches] if isinstance(self._batches, ReadAhead) else []
-        for reader in thread:
-            reader.stop()
+        prefetchers = [self._batches] if isinstance(self._batches, Prefetcher) else []
+        for prefetcher in prefetchers:
+            prefetcher.stop()
         if isinstance(self._rows, Closable):
             self._rows.close()
-        if end(thread):
+        if stop_all(prefetchers):
             self._batches = None
             self._rows.load_state_dict(self._state)
 
@@ -116,13 +126,13 @@ class Loader:
 Item = tuple[Batch, dict[str, Any]]
 
 
-def row_hash(ids: np.ndarray, place: int) -> int:
-    """blake2b-64 of a row's ids (little-endian int32) and its place in the global batch (int64); unsigned."""
+def hash_row(ids: np.ndarray, place: int) -> int:
+    """Return blake2b-64 of a row's ids (little-endian int32) and its place in the global batch (int64), unsigned."""
     raw = ids.astype("<i4", copy=False).tobytes() + int(place).to_bytes(8, "little", signed=True)
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
 
 
-def _batches(
+def _make_batches(
     rows: RowSource, state: Mapping[str, Any], batch_rows: int, rank: int, size: int, pin_memory: bool
 ) -> Iterator[Item]:
     places = range(rank, batch_rows, size)
@@ -131,9 +141,9 @@ def _batches(
     while True:
         ids = rows.take([start + place for place in places])
         if any(first <= start < end_of_span for first, end_of_span in skipped):
-            start += batch_rows  # read all the same: streams and their cursors go on in turn
+            start += batch_rows  # the rows were read all the same, so that every stream moves on in turn
             continue
-        total = sum(row_hash(row, place) for row, place in zip(ids, places, strict=True)) % 2**64
+        total = sum(hash_row(row, place) for row, place in zip(ids, places, strict=True)) % 2**64
         tokens = torch.from_numpy(ids).to(torch.int64)
         if pin_memory:
             tokens = tokens.pin_memory()

@@ -1,4 +1,16 @@
-"""An iterator that a thread runs ahead, so that slow sources are waited for side by side."""
+"""An iterator that a thread reads ahead, so that its consumer does not wait for each item.
+
+Four places read ahead, each against a wait of its own:
+
+- a stream of the hub (hub/streaming.py) holds texts, so that all streams wait for the network side by side;
+- a worker process (workers.py) holds encoded blocks, so that it computes on while its pipe, which takes less than one
+  block, is full;
+- the loader (loader.py) holds batches, so that hashing and copying to pinned memory happen during the step;
+- preparation (shards/reader.py) holds documents of the next files, so that encoding does not wait for the network.
+
+Without worker processes a stream's thread and the loader's are in a row, but not around the same iterator: one waits
+for the network, the other encodes.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +21,15 @@ from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-POLL = 0.1  # seconds between looks at whether a waiting reader was closed
-PATIENCE = 10.0  # seconds that the end of all threads is waited for
+POLL = 0.1  # seconds after which a waiting consumer looks whether the prefetcher was stopped
+PATIENCE = 10.0  # seconds to wait for the end of all threads
 
 
-class ReadAhead(Generic[T]):
-    """The items of an iterator, of which at most `depth` wait and one more is on its way.
+class Prefetcher(Generic[T]):
+    """The items of an iterator, of which at most `depth` wait while one more is being read.
 
-    What the iterator raises, `__next__` raises, now and later; after `stop` it raises RuntimeError.
+    `__next__` raises what the iterator raises, at that call and at all later ones. After `stop` it raises
+    RuntimeError.
     """
 
     def __init__(self, items: Iterator[T], depth: int, name: str = "stream") -> None:
@@ -27,7 +40,7 @@ class ReadAhead(Generic[T]):
         self._thread = threading.Thread(target=_fill, args=arguments, name=name, daemon=True)
         self._thread.start()
 
-    def __iter__(self) -> ReadAhead[T]:
+    def __iter__(self) -> Prefetcher[T]:
         return self
 
     def __next__(self) -> T:
@@ -44,30 +57,30 @@ class ReadAhead(Generic[T]):
         raise self._error
 
     def stop(self) -> None:
-        """Tells the thread to end, which it does after the item that it reads; returns at once."""
+        """Tell the thread to end after the item that it reads, and return at once."""
         self._stop.set()
-        while True:  # a thread that waits for room finds it, and then sees that it is to end
+        while True:  # a thread that waits for room gets it here, and then sees that it must end
             try:
                 self._queue.get_nowait()
             except queue.Empty:
                 return
 
     def join(self, timeout: float) -> bool:
-        """Whether the thread has ended."""
+        """Wait for the thread and return whether it has ended."""
         self._thread.join(max(0.0, timeout))
         return not self._thread.is_alive()
 
 
-def end(readers: Iterable[ReadAhead[T]]) -> bool:
-    """Stops all, and waits a while for their threads: one that still reads at exit can abort the process.
+def stop_all(prefetchers: Iterable[Prefetcher[T]]) -> bool:
+    """Stop all, wait at most PATIENCE seconds for their threads, and return whether all have ended.
 
-    Returns whether all have ended.
+    A thread that still reads when the interpreter exits can abort the process.
     """
-    readers = list(readers)
-    for reader in readers:
-        reader.stop()
+    prefetchers = list(prefetchers)
+    for prefetcher in prefetchers:
+        prefetcher.stop()
     deadline = time.monotonic() + PATIENCE
-    ended = [reader.join(deadline - time.monotonic()) for reader in readers]
+    ended = [prefetcher.join(deadline - time.monotonic()) for prefetcher in prefetchers]
     return all(ended)
 
 

@@ -1,4 +1,4 @@
-"""Rows of random ids: to measure speed and memory of training without any data."""
+"""Rows of random ids, to measure the speed and memory of training without any data."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from muown_train.data.sources import RunInfo, TrainingData, held_out_ids, tokenizer_facts
-from muown_train.data.text.tokenizer import token_dtype
+from muown_train.data.sources import RunInfo, TrainingData, describe_tokenizer, take_held_out_ids
+from muown_train.data.text.tokenizer import choose_dtype
 
 
 class RandomRows:
-    """Row i is drawn from a generator of its own, so that rows depend on (vocab_size, seq_len, seed, i) alone."""
+    """Rows of random ids; each has a generator of its own, so row i depends on (vocab_size, seq_len, seed, i) alone."""
 
     def __init__(self, vocab_size: int, seq_len: int, seed: int) -> None:
         self.seq_len, self._vocab_size, self._seed = seq_len, vocab_size, seed
 
     def take(self, indices: Sequence[int]) -> np.ndarray:
-        return np.stack([self._row(i) for i in indices])
+        return np.stack([self._draw_row(i) for i in indices])
 
-    def _row(self, i: int) -> np.ndarray:
+    def _draw_row(self, i: int) -> np.ndarray:
         generator = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, 0, 0, i]))
         return generator.integers(self._vocab_size, size=self.seq_len + 1, dtype=np.int32)
 
@@ -31,7 +31,7 @@ class RandomRows:
         pass
 
 
-class Numbers:
+class NumberTokenizer:
     """A tokenizer whose text is the ids themselves."""
 
     name, fingerprint, end_of_text, raw = "random", "random", 0, None
@@ -47,19 +47,19 @@ class Numbers:
 
 
 def random_tokens(*, run: RunInfo) -> TrainingData:
-    """Ids that are uniform in the model's vocabulary; there is nothing to learn, the loss stays at ln(vocab_size).
+    """Return ids that are uniform in the model's vocabulary: nothing can be learnt, the loss stays at ln(vocab_size).
 
     Raises:
-        ValueError: valid_tokens below 1.
+        ValueError: valid_tokens is below 1.
     """
-    tokenizer = Numbers(run.vocab_size)
-    dtype = token_dtype(run.vocab_size)
+    tokenizer = NumberTokenizer(run.vocab_size)
+    dtype = choose_dtype(run.vocab_size)
     ids = np.random.default_rng(run.seed).integers(run.vocab_size, size=run.valid_tokens + 1, dtype=dtype)
-    facts = {"data": "random", "content": "random", **tokenizer_facts(tokenizer)}
+    metadata = {"data": "random", "content": "random", **describe_tokenizer(tokenizer)}
     return TrainingData(
         RandomRows(run.vocab_size, run.seq_len, run.seed),
-        held_out_ids(ids, run.valid_tokens),
+        take_held_out_ids(ids, run.valid_tokens),
         tokenizer,
-        facts,
+        metadata,
         float(np.log(run.vocab_size)),
     )

@@ -18,22 +18,21 @@ from typing import Any
 import numpy as np
 
 from muown_train.config.instantiate import bind_target
-from muown_train.data.cache import files_fingerprint, fingerprint
-from muown_train.data.corpus import Corpus, Labelled, print_line, tokenised
+from muown_train.data.cache import fingerprint, fingerprint_files
+from muown_train.data.corpus import Corpus, SplitDocuments, compute_unigram_loss, print_line, tokenize_corpus
 from muown_train.data.rows import RowSource, TokenRows
 from muown_train.data.text import train_bpe as bpe
-from muown_train.data.text.documents import expand, read_documents
-from muown_train.data.text.holdout import held_out, label_by_content
+from muown_train.data.text.documents import expand_globs, read_documents
+from muown_train.data.text.holdout import is_held_out, split_by_content
 from muown_train.data.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from muown_train.data.unigram import unigram_loss
 
 FROM_RUN = ["run"]  # the argument of every data function that the program gives and no setting can
-FORMAT = 2  # of what is cached: raise it when the same input would give other tokens
-NOT_LIBRARY = {
+FORMAT = 2  # version of the cached tokens: raise it when the same input would give others
+NOT_LIBRARY = {  # folders of the standard library that are left out
     *("test", "tests", "idlelib", "idle_test", "lib2to3", "ensurepip", "turtledemo", "lib-dynload"),
     *("site-packages", "dist-packages", "__pycache__"),
 }
-GENERATED = ("_sysconfigdata", "sitecustomize")  # by whoever built or packaged this Python
+GENERATED = ("_sysconfigdata", "sitecustomize")  # beginnings of names of files that a build of Python generates
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class TrainingData:
     train: RowSource
     valid: np.ndarray  # 1-D held-out ids, uint16 or uint32, at most valid_tokens + 1 of them
     tokenizer: Tokenizer
-    facts: dict[str, Any]  # JSON for the run's manifest
+    metadata: dict[str, Any]  # JSON for the run's manifest
     unigram_loss: float | None  # nats per held-out target; None for streams
 
 
@@ -79,18 +78,18 @@ def stdlib(*, run: RunInfo) -> TrainingData:
     """Return the source text of Python's own standard library: a real corpus on every machine, without a network."""
     check_vocabulary(bpe.NAME, bpe.SIZE, run.vocab_size)
     root = Path(sysconfig.get_path("stdlib"))
-    paths = _library_files(root)
+    paths = _find_library_files(root)
     if not paths:
         raise ValueError(f"Python's standard library has no source files in {root}: use data=files")
 
     def documents() -> Iterator[tuple[str, bool]]:
         for path in paths:
             text = path.read_bytes().decode("utf-8", errors="replace")
-            yield text, held_out(path.relative_to(root).as_posix().encode())
+            yield text, is_held_out(path.relative_to(root).as_posix().encode())
 
-    folder = run.cache / f"stdlib-{fingerprint(FORMAT, files_fingerprint(paths))}"
-    corpus = tokenised(folder, documents, None, run.progress)
-    return _from_corpus(corpus, "stdlib", run)
+    folder = run.cache / f"stdlib-{fingerprint(FORMAT, fingerprint_files(paths))}"
+    corpus = tokenize_corpus(folder, documents, None, run.progress)
+    return _make_training_data(corpus, "stdlib", run)
 
 
 def files(
@@ -116,8 +115,8 @@ def files(
         check_vocabulary(bpe.NAME, bpe.SIZE, run.vocab_size)
     else:
         check_vocabulary(encoder.name, encoder.size, run.vocab_size)
-    train_paths = expand(train, "data.train")
-    valid_paths = expand(valid, "data.valid") if valid else []
+    train_paths = expand_globs(train, "data.train")
+    valid_paths = expand_globs(valid, "data.valid") if valid else []
     both = {path.resolve() for path in train_paths} & {path.resolve() for path in valid_paths}
     if both:
         raise ValueError(f"{min(both)} is both in data.train and in data.valid")
@@ -126,15 +125,15 @@ def files(
         FORMAT,
         encoder.fingerprint if encoder else bpe.NAME,
         text,
-        files_fingerprint(train_paths),
-        files_fingerprint(valid_paths),
+        fingerprint_files(train_paths),
+        fingerprint_files(valid_paths),
     )
-    labelled = _label(train_paths, valid_paths, text)
-    corpus = tokenised(run.cache / f"files-{key}", labelled, encoder, run.progress)
-    return _from_corpus(corpus, "files", run)
+    documents = _split_documents(train_paths, valid_paths, text)
+    corpus = tokenize_corpus(run.cache / f"files-{key}", documents, encoder, run.progress)
+    return _make_training_data(corpus, "files", run)
 
 
-def _library_files(root: Path) -> list[Path]:
+def _find_library_files(root: Path) -> list[Path]:
     paths: list[Path] = []
     for folder, below, names in os.walk(root):
         below[:] = [name for name in below if name not in NOT_LIBRARY and not name.startswith("config-")]
@@ -142,36 +141,41 @@ def _library_files(root: Path) -> list[Path]:
     return sorted(path for path in paths if path.is_file())
 
 
-def _label(train: list[Path], valid: list[Path], text: str) -> Labelled:
-    def by_file() -> Iterator[tuple[str, bool]]:
+def _split_documents(train: list[Path], valid: list[Path], text: str) -> SplitDocuments:
+    def split_by_file() -> Iterator[tuple[str, bool]]:
         yield from ((document, False) for document in read_documents(train, text))
         yield from ((document, True) for document in read_documents(valid, text))
 
     if valid:
-        return by_file
-    return lambda: label_by_content(lambda: read_documents(train, text))
+        return split_by_file
+    return lambda: split_by_content(lambda: read_documents(train, text))
 
 
-def _from_corpus(corpus: Corpus, data: str, run: RunInfo) -> TrainingData:
+def _make_training_data(corpus: Corpus, data: str, run: RunInfo) -> TrainingData:
     index = corpus.index
     if not index["train"]["documents"]:
         raise ValueError(f"data={data}: there is no text to train on")
     rows = TokenRows(corpus.train, run.seq_len, run.seed)
-    valid = held_out_ids(corpus.valid, run.valid_tokens)
-    facts = {
+    valid = take_held_out_ids(corpus.valid, run.valid_tokens)
+    metadata = {
         "data": data,
         "content": fingerprint(index["train"]["text"], index["valid"]["text"]),
-        **tokenizer_facts(corpus.tokenizer),
+        **describe_tokenizer(corpus.tokenizer),
         "documents": index["train"]["documents"],
         "tokens": index["train"]["tokens"],
         "held_out_documents": index["valid"]["documents"],
         "held_out_tokens": len(valid) - 1,
     }
-    loss = unigram_loss(np.array(index["train_counts"]), valid[1:])
-    return TrainingData(rows, valid, corpus.tokenizer, facts, loss)
+    loss = compute_unigram_loss(np.array(index["train_counts"]), valid[1:])
+    return TrainingData(rows, valid, corpus.tokenizer, metadata, loss)
 
 
-def held_out_ids(tokens: np.ndarray, valid_tokens: int) -> np.ndarray:
+def take_held_out_ids(tokens: np.ndarray, valid_tokens: int) -> np.ndarray:
+    """Return the first valid_tokens + 1 ids, whose targets are valid_tokens tokens, or as many as there are.
+
+    Raises:
+        ValueError: `valid_tokens` is below 1, or there is no target.
+    """
     if valid_tokens < 1:
         raise ValueError(f"valid_tokens must be 1 or more, not {valid_tokens}")
     if len(tokens) < 2:
@@ -179,7 +183,8 @@ def held_out_ids(tokens: np.ndarray, valid_tokens: int) -> np.ndarray:
     return tokens[: valid_tokens + 1]
 
 
-def tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what the metadata of data say of their tokenizer."""
     return {
         "tokenizer": tokenizer.name,
         "tokenizer_hash": tokenizer.fingerprint,

@@ -1,8 +1,8 @@
 """Token ids on disk, in the `.bin` layout of llm.c and modded-nanogpt.
 
-256 int32 of header (magic, version, number of tokens, zeros), then the ids, little-endian: uint16 under
-[20240520, 1], uint32 under [20240801, 7] for vocabularies above 65536. The number of tokens takes two words
-here (int64), which only a file of more than 2^31 - 1 tokens shows.
+A file begins with 256 int32 of header (magic, version, number of tokens, zeros). The ids follow, little-endian: uint16
+under [20240520, 1], uint32 under [20240801, 7] for vocabularies above 65536. Here the number of tokens takes two words
+(int64), which differs from llm.c only in files of more than 2^31 - 1 tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KINDS = {2: (20240520, 1), 4: (20240801, 7)}  # bytes of an id -> magic, version
 
 
 class TokenWriter:
-    """Writes ids of `dtype` (uint16 or uint32) to `path`; closing it completes the header."""
+    """Writes ids of `dtype` (uint16 or uint32) to `path`; `close` completes the header."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self.dtype = np.dtype(dtype).newbyteorder("<")
@@ -48,12 +48,15 @@ class TokenWriter:
             self._file.close()
 
 
-def read_tokens(path: Path, scattered: bool = False) -> np.ndarray:
-    """The ids as a read-only array over a memory map, 1-D uint16 or uint32.
+def read_tokens(path: Path, random_access: bool = False) -> np.ndarray:
+    """Return the ids as a read-only array over a memory map, 1-D uint16 or uint32.
 
-    With `scattered` the system reads from the disk what is asked for alone: for rows here and there what it
-    would read besides, up to megabytes for each, is in vain.
-    Raises ValueError naming the file where it is no token file, of another version, or not complete.
+    Args:
+        random_access: tell the system not to read ahead on the disk, since shuffled rows would not use the megabytes
+            that it reads around each of them.
+
+    Raises:
+        ValueError: the file is no token file, is of another version, or is not complete; the message names it.
     """
     with path.open("rb") as file:
         raw = file.read(HEADER_BYTES)
@@ -75,6 +78,6 @@ def read_tokens(path: Path, scattered: bool = False) -> np.ndarray:
         return np.empty(0, dtype=f"<u{width}")
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if scattered and hasattr(mmap, "MADV_RANDOM"):
+    if random_access and hasattr(mmap, "MADV_RANDOM"):
         mapped.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(mapped, dtype=f"<u{width}", count=count, offset=HEADER_BYTES)

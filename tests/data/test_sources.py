@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from muown_train.data import sources
-from muown_train.data.unigram import unigram_loss
+from muown_train.data.corpus import compute_unigram_loss
 from tests.helpers.paths import ROOT
 from tests.helpers.text_files import word_tokenizer_json
 
@@ -42,10 +42,10 @@ def test_files_become_rows_and_held_out_tokens(texts, tmp_path):
     valid = documents_of(data.valid, data.tokenizer)
     assert sorted(train + valid) == sorted(f"document {n}, of words" * 3 for n in range(300))
     assert not set(train) & set(valid) and len(valid) > 3
-    assert json.loads(json.dumps(data.facts)) == data.facts
-    assert data.facts["documents"] == len(train) and data.facts["held_out_documents"] == len(valid)
-    assert data.facts["tokens"] == sum(len(text) + 1 for text in train)
-    assert data.facts["held_out_tokens"] == len(data.valid) - 1
+    assert json.loads(json.dumps(data.metadata)) == data.metadata
+    assert data.metadata["documents"] == len(train) and data.metadata["held_out_documents"] == len(valid)
+    assert data.metadata["tokens"] == sum(len(text) + 1 for text in train)
+    assert data.metadata["held_out_tokens"] == len(data.valid) - 1
     assert len(load(texts, tmp_path).valid) == 501
 
 
@@ -56,14 +56,14 @@ def test_unigram_loss(texts, tmp_path):
         counts[token] += 1
     probabilities = [counts[token] / sum(counts) for token in data.valid.tolist()[1:]]
     assert data.unigram_loss == pytest.approx(-np.mean(np.log(probabilities)), abs=1e-12)
-    assert unigram_loss(np.zeros(8), np.array([3])) == pytest.approx(np.log(8))
+    assert compute_unigram_loss(np.zeros(8), np.array([3])) == pytest.approx(np.log(8))
 
 
 def test_validation_files(texts, tmp_path):
     (tmp_path / "valid.txt").write_text("held out text that is its own file")
     data = load(texts, tmp_path, valid=str(tmp_path / "*.txt"))
     assert data.tokenizer.decode(data.valid) == "held out text that is its own file<|endoftext|>"
-    assert data.facts["documents"] == 300
+    assert data.metadata["documents"] == 300
     with pytest.raises(ValueError, match=r"1.jsonl is both in data.train and in data.valid"):
         load(texts, tmp_path, valid=[str(texts / "1.jsonl")])
 
@@ -76,7 +76,7 @@ def test_a_single_book_with_the_tokenizer_trained_on_it(texts, tmp_path):
     assert data.tokenizer.name == "bpe-4096" and data.tokenizer.end_of_text == 0
     assert book.read_text().startswith(read[:1000]) and "Chapter 899" not in data.tokenizer.decode(data.train._tokens)
     again = load(texts, tmp_path, train=str(book), tokenizer=None)
-    assert again.facts == data.facts
+    assert again.metadata == data.metadata
 
 
 def test_the_second_time_reads_the_cache_and_notices_changes(texts, tmp_path):
@@ -86,10 +86,10 @@ def test_the_second_time_reads_the_cache_and_notices_changes(texts, tmp_path):
     stamp = cached(tmp_path, "train.bin").stat().st_mtime_ns
     second = load(texts, tmp_path, tokenizer=None, said=said)
     assert len(said) == 1 and cached(tmp_path, "train.bin").stat().st_mtime_ns == stamp
-    assert second.facts == first.facts
+    assert second.metadata == first.metadata
 
     files[0].write_text(files[0].read_text() + "\n" + json.dumps({"text": "one more"}))
-    assert load(texts, tmp_path, tokenizer=None, said=said).facts["content"] != first.facts["content"]
+    assert load(texts, tmp_path, tokenizer=None, said=said).metadata["content"] != first.metadata["content"]
     assert len(said) == 2
 
 
@@ -115,7 +115,7 @@ def test_a_damaged_cache_is_made_again(texts, tmp_path, damage):
     (folder.with_name(folder.name + ".partial")).mkdir()  # as a killed run leaves it
     damage(folder)
     after = load(texts, tmp_path)
-    assert after.facts == before.facts and after.train._tokens.tolist() == tokens
+    assert after.metadata == before.metadata and after.train._tokens.tolist() == tokens
 
 
 def test_a_failure_leaves_nothing_half_made(texts, tmp_path):
@@ -172,7 +172,7 @@ def test_empty_texts_are_no_documents(texts, tmp_path):
     with (texts / "1.jsonl").open("a") as file:
         file.write('\n{"text": ""}' * 200)
     after = load(texts, tmp_path, valid_tokens=10**6, train=str(texts / "*"))
-    assert after.facts == before.facts
+    assert after.metadata == before.metadata
     np.testing.assert_array_equal(after.train._tokens, before.train._tokens)
 
 
@@ -180,15 +180,15 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from muown_train.data import cache, sources
-cache.WAIT = 0.2
+cache.WAIT = 0.05
 run = sources.RunInfo(seq_len=16, seed=0, valid_tokens=500, cache=Path(sys.argv[2]), vocab_size=4096)
 data = sources.files(sys.argv[1], run=run)
-print(data.facts["content"], data.tokenizer.fingerprint, data.train.take(range(20)).sum())
+print(data.metadata["content"], data.tokenizer.fingerprint, data.train.take(range(20)).sum())
 """
 
 
 def test_processes_that_start_at_once_prepare_once(tmp_path):
-    (tmp_path / "a.txt").write_text("".join(f"{k} words and {k * k} numbers; " for k in range(60_000)))
+    (tmp_path / "a.txt").write_text("".join(f"{k} words and {k * k} numbers; " for k in range(20_000)))
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "a.txt"), str(tmp_path / "cache")]
     running = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
@@ -227,7 +227,7 @@ def test_stdlib(library, tmp_path):
     text = data.tokenizer.decode(data.train._tokens) + data.tokenizer.decode(data.valid)
     assert "never_read" not in text and "# caf\ufffd" in text
     assert all(f"function{k}(" in text for k in range(60))
-    assert data.facts["data"] == "stdlib" and data.facts["documents"] + data.facts["held_out_documents"] == 61
+    assert data.metadata["data"] == "stdlib" and data.metadata["documents"] + data.metadata["held_out_documents"] == 61
     train, valid = data.tokenizer.decode(data.train._tokens), data.tokenizer.decode(data.valid)
     assert not [k for k in range(60) if f"function{k}(" in train and f"function{k}(" in valid]
 

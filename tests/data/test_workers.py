@@ -20,7 +20,7 @@ from muown_train.data import workers
 from muown_train.data.loader import Loader
 from muown_train.data.rows import TokenRows
 from muown_train.data.text.tokenizer import HubTokenizer
-from muown_train.data.workers import AHEAD, BLOCK, NOT_FOR_WORKERS, Failure, Place, Share, Workers, with_workers
+from muown_train.data.workers import AHEAD, BLOCK, NOT_FOR_WORKERS, Failure, Progression, Share, Workers, add_workers
 from tests.helpers.sources import Logged, Odd, stream_rows
 from tests.helpers.text_files import union, word_tokenizer_json
 
@@ -31,7 +31,7 @@ def run(legs):
     """Rows and states of a run of legs (workers, ranks, batches), each going on where the one before stopped."""
     state, rows, states = None, [], []
     for count, size, steps in legs:
-        loaders = [Loader(with_workers(stream_rows(), count), BATCH, rank, size, prefetch=0) for rank in range(size)]
+        loaders = [Loader(add_workers(stream_rows(), count), BATCH, rank, size, prefetch=0) for rank in range(size)]
         for loader in loaders:
             if state is not None:
                 loader.load_state_dict(json.loads(json.dumps(state)))
@@ -64,7 +64,7 @@ def test_a_run_goes_on_with_any_number_of_workers_and_ranks():
 def test_workers_share_rows_by_streams(start, step, streams, count):
     cycle = streams // gcd(streams, step)
     count = min(count, cycle)
-    shares = [Share(Place(start, step), cycle, number, count).blocks() for number in range(count)]
+    shares = [Share(Progression(start, step), cycle, number, count).blocks() for number in range(count)]
     mine = [[next(blocks) for _ in range(8)] for blocks in shares]
     for blocks in mine:
         assert all(len({index % streams for index in block}) == len(block) <= BLOCK for block in blocks)
@@ -118,7 +118,7 @@ def test_a_worker_killed_from_outside_is_an_error_at_once():
 
 @pytest.mark.parametrize("error", [UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), KeyError("text"), Odd(404, "gone")])
 def test_errors_keep_type_or_nearest_type_and_message(error):
-    received = pickle.loads(pickle.dumps(Failure.of(error))).error()
+    received = pickle.loads(pickle.dumps(Failure.from_exception(error))).to_exception()
     assert isinstance(error, type(received)) and isinstance(received, ValueError | KeyError)
     assert str(received) == str(error)
 
@@ -234,17 +234,17 @@ def test_a_job_told_to_save_and_stop_keeps_its_workers():
 
 @pytest.mark.parametrize(("cores", "expected"), [(1, 0), (2, 1), (4, 3), (64, 4)])
 def test_the_automatic_number_leaves_a_core_for_training(monkeypatch, cores, expected):
-    monkeypatch.setattr(workers, "threads", lambda: cores)
-    rows = with_workers(stream_rows(), None)
+    monkeypatch.setattr(workers, "count_threads", lambda: cores)
+    rows = add_workers(stream_rows(), None)
     assert (rows._count if isinstance(rows, Workers) else 0) == expected
 
 
 def test_prepared_tokens_need_no_workers():
     rows = TokenRows(np.arange(100, dtype=np.uint16), 8, seed=0)
-    assert with_workers(rows, None) is rows and with_workers(rows, 3) is rows
+    assert add_workers(rows, None) is rows and add_workers(rows, 3) is rows
 
 
 def test_a_tokenizer_is_the_same_in_a_worker():
     tokenizer = HubTokenizer("words", word_tokenizer_json().encode())
     copy, texts = pickle.loads(pickle.dumps(tokenizer)), ["a <|endoftext|> b"]
-    np.testing.assert_array_equal(copy._by_library(texts), tokenizer._by_library(texts))
+    np.testing.assert_array_equal(copy._encode_by_library(texts), tokenizer._encode_by_library(texts))

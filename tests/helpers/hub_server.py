@@ -1,7 +1,7 @@
 """A hub on the loopback: enough of the Hugging Face hub's API for `datasets` to read from it.
 
-Files lie under ROOT/datasets/OWNER/NAME/ and ROOT/models/OWNER/NAME/. Clients find it by the environment that
-`Hub.environment` gives, set before `datasets` or `huggingface_hub` is imported (so: in a subprocess).
+Files lie under ROOT/datasets/OWNER/NAME/ and ROOT/models/OWNER/NAME/. Clients find it by the variables of
+`Hub.environment`, which must be set before `datasets` or `huggingface_hub` is imported, so in a subprocess.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong with one answer."""
+    """A fault of one answer."""
 
-    status: int | None = None  # instead of the file
+    status: int | None = None  # answered instead of the file
     headers: dict[str, str] = field(default_factory=dict)
-    cut: int | None = None  # bytes of the body before the connection ends
+    cut: int | None = None  # bytes of the body after which the connection ends
     delay: float = 0.0  # seconds before the answer
 
 
 class Hub:
-    """Context manager; `requests` collects (method, path) of what was asked for, `served` (path, bytes) of data.
+    """A server that runs as long as its context.
 
-    `disturb`, a function of the path of a data file and the number of requests for data so far, says what goes
-    wrong; `next_requests` sets it.
+    `requests` collects (method, path) of all requests and `served` (path, bytes) of data. `disturb`, a function of the
+    path of a data file and the number of requests for data so far, returns the fault of the answer; `next_requests`
+    sets it.
     """
 
     def __init__(self, root: Path) -> None:
@@ -48,7 +49,7 @@ class Hub:
         self._count = 0
 
     def next_requests(self, count: int, fault: Fault, below: str = "") -> None:
-        """The next `count` requests for data whose path contains `below` meet the fault."""
+        """Let the next `count` requests for data whose path contains `below` meet the fault."""
         left = iter(range(count))
         self.disturb = lambda path, number: fault if below in path and next(left, None) is not None else None
 
@@ -77,7 +78,7 @@ class Hub:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def environment(self, home: Path) -> dict[str, str]:
-        """Variables that point a fresh process at this hub, with its caches under `home`."""
+        """Return variables that point a fresh process at this hub, with its caches under `home`."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HUB_DISABLE_XET": "1",

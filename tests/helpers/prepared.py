@@ -1,4 +1,4 @@
-"""Prepared folders, written by a call and read back."""
+"""Folders of shards: prepared by a call and read back."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ LIMITS = {"valid_tokens": 200, "shard_tokens": 333}
 
 
 def run(folder, settings, **limits):
-    prepare.prepare(folder, "files", settings, **{**LIMITS, **limits})
+    prepare.prepare_shards(folder, "files", settings, **{**LIMITS, **limits})
 
 
 def contents(folder):

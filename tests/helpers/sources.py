@@ -17,17 +17,17 @@ UNITS = [[0, 5], [1], [2, 4], [3], [6]]
 
 @dataclass
 class Documents:
-    """Documents of numbered files, and what happens at the second of file 3."""
+    """The documents of numbered files; `does` says what happens at the second of file 3."""
 
-    does: str = ""  # raise, raise odd, die, wait, show
+    does: str = ""  # raise, raise odd, die, wait or show
 
     def __call__(self, file, first):
         for k in range(first, 4 + file):
             if file == 3 and k == 1:
-                self.happen()
+                self.misbehave()
             yield f"file {file}, document {k}: {'x' * (file * 7 + k)}"
 
-    def happen(self):
+    def misbehave(self):
         if self.does == "raise":
             raise ConnectionError("file 3 failed")
         if self.does == "raise odd":
@@ -51,7 +51,7 @@ def stream_rows(does="", seq_len=8):
 
 
 class Logged:
-    """Rows that write down how many were computed."""
+    """Rows that log each row that is computed."""
 
     def __init__(self, rows: StreamRows, log: Path) -> None:
         self.rows, self.log = rows, log

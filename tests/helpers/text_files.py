@@ -1,13 +1,21 @@
-"""Small stand-ins that the data tests share."""
+"""Texts and tokenizers that tests share."""
 
 from __future__ import annotations
 
+import lzma
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
+
+import pytest
+
+from tests.helpers.paths import FIXTURES, SHARED
+
+SAMPLE = FIXTURES / "corpus" / "sample.parquet"  # 137 documents of real prose
 
 
 class ByteTokenizer:
-    """id = byte + 1; 0 ends a text. Simple enough to check by hand."""
+    """The id of a byte is the byte + 1; 0 ends a text. It is simple enough to check by hand."""
 
     name = "bytes"
     size = 257
@@ -22,7 +30,7 @@ class ByteTokenizer:
 
 
 def union(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The states of all ranks in one, as a checkpoint joins them: the first rank that knows a stream is believed."""
+    """Return the states of all ranks in one, as a checkpoint joins them: the first rank that knows a stream wins."""
     merged: dict[str, Any] = {}
     for state in states:
         assert merged.get("rows", state["rows"]) == state["rows"]
@@ -32,7 +40,7 @@ def union(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def word_tokenizer_json(end_of_text: str = "<|endoftext|>", special: bool = True) -> str:
-    """tokenizer.json of a byte-level BPE without merges: 256 bytes and an end-of-text token, id 256."""
+    """Return the tokenizer.json of a byte-level BPE without merges: 256 bytes and an end-of-text token, id 256."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -42,3 +50,19 @@ def word_tokenizer_json(end_of_text: str = "<|endoftext|>", special: bool = True
     if end_of_text:
         tokenizer.add_tokens([AddedToken(end_of_text, special=special, normalized=False)])
     return tokenizer.to_str()
+
+
+def unpack_tokenizer(name: str, folder: Path) -> Path:
+    """Write a published tokenizer, gpt2.tiktoken or gpt_neox_20b_tokenizer.json, to `folder` and return its path."""
+    path = folder / name
+    path.write_bytes(lzma.decompress((FIXTURES / "tokenizers" / f"{name}.xz").read_bytes()))
+    return path
+
+
+def find_tokenizer(name: str, folder: Path) -> Path:
+    """Return the path of a published tokenizer, unpacked to `folder` if needed. Qwen2's is too large for a fixture."""
+    if "qwen2" not in name:
+        return unpack_tokenizer(name, folder)
+    if not (SHARED / "tokenizers" / name).is_file():
+        pytest.skip(f"needs {name}")
+    return SHARED / "tokenizers" / name

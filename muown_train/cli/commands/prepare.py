@@ -38,9 +38,9 @@ def main(words: Sequence[str]) -> None:
         own, data = parse_settings(words)
         config = OmegaConf.to_container(compose_config(data).data, resolve=True)
         target = bind_target(config, "data", given=FROM_RUN)  # type: ignore[arg-type]
-        from muown_train.data.shards.prepare import prepare
+        from muown_train.data.shards.prepare import prepare_shards
 
-        prepare(Path(own.pop("out")).expanduser(), target.func.__name__, target.keywords, **own)
+        prepare_shards(Path(own.pop("out")).expanduser(), target.func.__name__, target.keywords, **own)
 
 
 def parse_settings(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -9,22 +9,22 @@ from functools import partial
 from typing import Any, TypeVar
 
 from muown_train.data.corpus import print_line
-from muown_train.data.hub.parquet import BATCH, TIMEOUT, read_texts, row_group_sizes
-from muown_train.data.hub.retry import Retry, reason, transient
-from muown_train.data.text.documents import well_formed
+from muown_train.data.hub.parquet import BATCH, TIMEOUT, read_row_group_sizes, read_texts
+from muown_train.data.hub.retry import Retry, describe_cause, is_transient
+from muown_train.data.text.documents import replace_surrogates
 
-FOOTERS_AT_ONCE = 8
-LEAST = {"streams": 1, "shuffle": 1, "retries": 0}  # of the settings that change no document
+FOOTERS_AT_ONCE = 8  # files whose footers are read at the same time
+MINIMUM = {"streams": 1, "shuffle": 1, "retries": 0}  # of the settings that do not select documents
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What a stream reads in one go: a file, or consecutive row groups of one."""
+    """The part of a data set that a stream reads in one go: a file, or consecutive row groups of one."""
 
     file: int
-    begin: int = 0  # row group
-    end: int | None = None  # the row group after the last; None: all there are
+    begin: int = 0  # first row group
+    end: int | None = None  # the row group after the last; None means up to the end of the file
     skip: int = 0  # documents at the beginning that are held out
 
 
@@ -32,46 +32,56 @@ class Unit:
 class HubFiles:
     """The files of one split, in the order of `datasets`, and the documents of each part of them.
 
-    Parquet files are read by `urls`, row group by row group; others, which have none, by `datasets`, which
-    reads a file from its beginning whatever document is asked for.
+    Parquet files have `urls` and are read row group by row group. `datasets` reads files of other formats, from the
+    beginning whatever document is asked for.
     """
 
     label: str
     revision: str  # the commit, so that all ranks and every resume read the same
     names: tuple[str, ...]  # of the files
-    text: str
+    text: str  # the column
     urls: tuple[str, ...] = ()
     dataset: Any = None  # datasets.IterableDataset
     retry: Retry = field(default_factory=Retry)
     progress: Callable[[str], None] = print_line
-    _said: set[Any] = field(default_factory=set, compare=False)
+    _reported: set[Any] = field(default_factory=set, compare=False)
 
     def documents(self, unit: Unit, first: int) -> Iterator[str]:
-        """Documents of a unit from number `first` on, numbered as rows of the file: a null text is an empty one.
+        """Yield the documents of a unit from number `first` on, numbered as rows of the file; a null text is empty.
 
-        Failures that may pass are retried at the document where they came. Raises ConnectionError naming data
-        set, file and cause after the limit, and at once for what will not pass.
+        After a failure that may pass, reading goes on at the document where it came.
+
+        Raises:
+            ConnectionError: reading failed too often, or for a reason that will not pass; the message names data set,
+                file and cause.
         """
-        read = partial(self._by_row_groups if self.urls else self._by_datasets, unit)
-        for text in self._persistent(unit, unit.file, read, first + unit.skip):
-            yield well_formed(text or "")
+        read = partial(self._read_row_groups if self.urls else self._read_by_datasets, unit)
+        for text in self._read_with_retries(unit, unit.file, read, first + unit.skip):
+            yield replace_surrogates(text or "")
 
-    def row_groups(self) -> list[list[int]]:
-        """Documents in each row group of each file, from the footers; raises ConnectionError as `documents` does."""
+    def read_row_group_sizes(self) -> list[list[int]]:
+        """Return the documents in each row group of each file; raises ConnectionError as `documents` does."""
 
-        def sizes(file: int) -> list[int]:
-            return next(self._persistent(("footer", file), file, lambda _: iter([row_group_sizes(self.urls[file])]), 0))
+        def read_footer(file: int) -> list[int]:
+            def read(first: int) -> Iterator[list[int]]:
+                yield read_row_group_sizes(self.urls[file])
+
+            return next(self._read_with_retries(("footer", file), file, read, 0))
 
         pool = ThreadPoolExecutor(FOOTERS_AT_ONCE)
         try:
-            return list(pool.map(sizes, range(len(self.urls))))
-        finally:  # after one has failed, or Ctrl-C, the others need not wait any longer
+            return list(pool.map(read_footer, range(len(self.urls))))
+        finally:  # after a failure or Ctrl-C the other threads need not wait any longer
             pool.shutdown(wait=False, cancel_futures=True)
             self.retry.interrupt()
             pool.shutdown()
 
-    def _persistent(self, key: Any, file: int, read: Callable[[int], Iterator[T]], first: int) -> Iterator[T]:
-        """Items of read(first), which is called again, with the number of the item, where one fails."""
+    def _read_with_retries(self, key: Any, file: int, read: Callable[[int], Iterator[T]], first: int) -> Iterator[T]:
+        """Yield the items of read(first), which is called again, from the number of the item where it failed on.
+
+        Args:
+            key: what is read, so that its failures are reported once.
+        """
         failures, stop = 0, self.retry.session()
         while True:
             try:
@@ -79,22 +89,24 @@ class HubFiles:
                     yield item
                     first, failures = first + 1, 0
                 return
-            except Exception as error:  # of HTTP, of the file system or of the format, as versions differ
+            except Exception as error:  # HTTP, file system and format raise other types in other versions
                 failures += 1
-                what = f"data set {self.label}: reading {self.names[file]} failed"
-                if not transient(error):
-                    raise ConnectionError(f"{what} ({reason(error)})") from error
+                failure = f"data set {self.label}: reading {self.names[file]} failed"
+                if not is_transient(error):
+                    raise ConnectionError(f"{failure} ({describe_cause(error)})") from error
                 if failures > self.retry.limit:
-                    raise ConnectionError(f"{what} {failures} times in a row ({reason(error)})") from error
-                if key not in self._said:
-                    self._said.add(key)
-                    self.progress(f"{what} ({reason(error)}); trying again for {self.retry.minutes:.0f} minutes")
+                    raise ConnectionError(f"{failure} {failures} times in a row ({describe_cause(error)})") from error
+                if key not in self._reported:
+                    self._reported.add(key)
+                    self.progress(
+                        f"{failure} ({describe_cause(error)}); trying again for {self.retry.minutes:.0f} minutes"
+                    )
                 self.retry.wait(failures, error, stop)
 
-    def _by_row_groups(self, unit: Unit, first: int) -> Iterator[str | None]:
+    def _read_row_groups(self, unit: Unit, first: int) -> Iterator[str | None]:
         return read_texts(self.urls[unit.file], self.text, unit.begin, unit.end, first)
 
-    def _by_datasets(self, unit: Unit, first: int) -> Iterator[str | None]:
+    def _read_by_datasets(self, unit: Unit, first: int) -> Iterator[str | None]:
         part = self.dataset.shard(num_shards=len(self.names), index=unit.file).select_columns([self.text])
         for table in part.with_format("arrow").iter(batch_size=BATCH):
             skipped = min(first, table.num_rows)
@@ -111,10 +123,11 @@ def open_hub(
     retry: Retry,
     progress: Callable[[str], None] = print_line,
 ) -> HubFiles:
-    """Looks the data set up; reads no document.
+    """Look the data set up without reading a document.
 
-    Raises ConnectionError where the hub cannot be reached, ValueError where it has no such data set,
-    configuration, split or column.
+    Raises:
+        ConnectionError: the hub cannot be reached.
+        ValueError: the hub has no such data set, configuration, split or column.
     """
     from datasets import load_dataset_builder
     from datasets.utils.logging import disable_progress_bar
@@ -133,13 +146,13 @@ def open_hub(
     except errors.RevisionNotFoundError as error:
         raise ValueError(f"data set {path} has no revision {revision!r} (data.revision)") from error
     except (ValueError, FileNotFoundError) as error:
-        raise ValueError(f"data set {label}, split {split!r}: {reason(error)}") from error
+        raise ValueError(f"data set {label}, split {split!r}: {describe_cause(error)}") from error
     except Exception as error:
-        raise ConnectionError(f"data set {label} cannot be fetched from the hub ({reason(error)})") from error
+        raise ConnectionError(f"data set {label} cannot be fetched from the hub ({describe_cause(error)})") from error
     _check_column(dataset.features, text, label)
-    names = _parquet_names(builder, path, commit, split)
+    names = _list_parquet_files(builder, path, commit, split)
     if len(names) == dataset.num_shards:
-        urls = tuple(_url(path, name, commit) for name in names)
+        urls = tuple(_make_url(path, name, commit) for name in names)
         return HubFiles(label, commit, names, text, urls, None, retry, progress)
     names = tuple(f"file {k}" for k in range(dataset.num_shards))
     return HubFiles(label, commit, names, text, (), dataset, retry, progress)
@@ -155,8 +168,8 @@ def _check_column(features: Any, text: str, label: str) -> None:
         raise ValueError(f"data set {label}: column {text!r} (data.text) holds {kind}, not text")
 
 
-def _parquet_names(builder: Any, path: str, commit: str, split: str) -> tuple[str, ...]:
-    """The split's files within the repository; none where it is not made of whole parquet files there."""
+def _list_parquet_files(builder: Any, path: str, commit: str, split: str) -> tuple[str, ...]:
+    """Return the names of the split's files in the repository; none if it is not made of whole parquet files there."""
     from datasets.packaged_modules.parquet.parquet import Parquet
 
     if not isinstance(builder, Parquet) or getattr(builder.config, "filters", None) is not None:
@@ -169,7 +182,7 @@ def _parquet_names(builder: Any, path: str, commit: str, split: str) -> tuple[st
     return tuple(str(file).removeprefix(root) for file in files)
 
 
-def _url(path: str, name: str, commit: str) -> str:
+def _make_url(path: str, name: str, commit: str) -> str:
     from huggingface_hub import hf_hub_url
 
     return hf_hub_url(path, name, repo_type="dataset", revision=commit)

@@ -1,4 +1,8 @@
-"""Parquet files on a web server: of the text column only the row groups asked for are fetched, by Range requests."""
+"""Parquet files on a web server: Range requests fetch only the wanted row groups, and of these only the text column.
+
+HfFileSystem is not used for this: it looks each file up by an API call before it reads, fetches blocks around what is
+asked for, and retries by itself, in waits that `Retry.interrupt` could not end and that no message would tell of.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +11,25 @@ from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
 
-BATCH = 256  # documents decoded at once
+BATCH = 256  # documents that are decoded together
 TIMEOUT = 30.0  # seconds without an answer
 
 
 class HTTPError(ConnectionError):
-    """An answer that is not what was asked for."""
+    """An answer without the bytes that were asked for."""
 
     def __init__(self, response: Any) -> None:
-        known = {status.value: status.phrase for status in HTTPStatus}
-        super().__init__(f"HTTP {response.status_code} {known.get(response.status_code, '')}".strip())
+        phrases = {status.value: status.phrase for status in HTTPStatus}
+        super().__init__(f"HTTP {response.status_code} {phrases.get(response.status_code, '')}".strip())
         self.response = response
 
 
 class RangeFile(io.RawIOBase):
-    """A file of a server that answers Range requests: a read is one request, nothing is kept.
+    """A file of a server that answers Range requests: a read is one request, and nothing is kept.
 
-    Raises HTTPError for answers without the bytes, ConnectionError where there are fewer than promised, and
-    what the HTTP library of huggingface_hub raises.
+    Raises:
+        HTTPError: an answer has none of the bytes; ConnectionError: it has fewer than promised. Errors of the HTTP
+            library of huggingface_hub pass through.
     """
 
     def __init__(self, url: str) -> None:
@@ -68,8 +73,8 @@ class RangeFile(io.RawIOBase):
         return response
 
 
-def row_group_sizes(url: str) -> list[int]:
-    """Documents in each row group, from the footer."""
+def read_row_group_sizes(url: str) -> list[int]:
+    """Return the number of documents in each row group, from the footer of the file."""
     import pyarrow.parquet as pq
 
     with RangeFile(url) as raw, pq.ParquetFile(raw) as file:
@@ -77,9 +82,12 @@ def row_group_sizes(url: str) -> list[int]:
 
 
 def read_texts(url: str, column: str, begin: int, end: int | None, first: int) -> Iterator[str | None]:
-    """Texts of the row groups from `begin` to before `end` (None: to the last), from document `first` of these on.
+    """Yield texts of consecutive row groups, which are fetched one at a time.
 
-    Row groups that end before it are not fetched, the others one at a time.
+    Args:
+        begin: the first row group.
+        end: the row group after the last; None means up to the end of the file.
+        first: the number, in these row groups, of the first text; row groups that end before it are not fetched.
     """
     import pyarrow.parquet as pq
 
@@ -88,7 +96,7 @@ def read_texts(url: str, column: str, begin: int, end: int | None, first: int) -
         while begin < stop and first >= (documents := file.metadata.row_group(begin).num_rows):
             first -= documents
             begin += 1
-        for group in range(begin, stop):  # each by itself: a batch across two would need both
+        for group in range(begin, stop):  # each by itself, since a batch across two would need both
             for batch in file.iter_batches(BATCH, row_groups=[group], columns=[column], use_threads=False):
                 skipped = min(first, batch.num_rows)
                 first -= skipped

@@ -1,7 +1,7 @@
 """Prepared token shards as TrainingData: those that prepare.py writes, and those of modded-nanogpt as they are.
 
-A folder holds `.bin` files (token_file.py) to train on and held out. prepare.py adds `index.json`, the tokenizer
-and how often each id occurs in training. modded-nanogpt has no index: the files are told apart by their names.
+A folder holds `.bin` files (token_file.py) to train on and held out. prepare.py adds `index.json`, the tokenizer and
+the count of each id in training. modded-nanogpt has no index: there the names of files tell what they are for.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 
 from muown_train.data.cache import fingerprint
+from muown_train.data.corpus import compute_unigram_loss
 from muown_train.data.rows import TokenRows
-from muown_train.data.sources import RunInfo, TrainingData, held_out_ids, tokenizer_facts
-from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer, check_vocabulary, load_tokenizer, token_dtype
+from muown_train.data.sources import RunInfo, TrainingData, describe_tokenizer, take_held_out_ids
+from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer, check_vocabulary, choose_dtype, load_tokenizer
 from muown_train.data.token_file import HEADER_BYTES, read_tokens
-from muown_train.data.unigram import unigram_loss
 
-FORMAT = 1  # of index.json
+FORMAT = 1  # version of index.json
 INDEX, PROGRESS, COUNTS = "index.json", "progress.json", "train_counts.npy"
-SAMPLE = 4096  # ids at the beginning of each shard that are compared with the tokenizer
+SAMPLE = 4096  # ids at the beginning of each shard that are compared with the size of the tokenizer
 REMEDY = "copy it again, or prepare the shards again"
-ENDS = 1 << 16  # bytes at both ends of a shard without an index that tell it from others
+ENDS = 1 << 16  # bytes at both ends of a shard that identify it if there is no index
 
 
 def shards(
@@ -34,52 +34,54 @@ def shards(
     *,
     run: RunInfo,
 ) -> TrainingData:
-    """The shards in the folder `path`, through memory maps; `run.cache` is not used.
+    """Return the shards in the folder `path`, through memory maps; `run.cache` is not used.
 
-    Raises ValueError naming the shard that is missing, truncated, of another version or dtype, not in the index or
-    beyond the tokenizer; or the tokenizer that is not that of the shards or larger than `run.vocab_size`.
+    Raises:
+        ValueError: a shard is missing, truncated, of another version or dtype, not in the index or beyond the
+            tokenizer; or the tokenizer is not that of the shards, or larger than `run.vocab_size`. The message names
+            it.
     """
     if not path:
         raise ValueError(
-            "data.path is not set: give the folder of the shards, which scripts/prepare_data.py writes, or of "
-            "fineweb10B modded-nanogpt's data/cached_fineweb10B.py"
+            "data.path is not set: give a folder of shards that `muown-train prepare` wrote, or for fineweb10B "
+            "modded-nanogpt's data/cached_fineweb10B.py"
         )
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        what = "a file" if folder.exists() else "not there"
-        raise ValueError(f"data.path={path} is {what}: give the folder that scripts/prepare_data.py wrote to")
+        problem = "a file" if folder.exists() else "not there"
+        raise ValueError(f"data.path={path} is {problem}: give the folder that `muown-train prepare` wrote to")
     index = _read_index(folder)
-    names = _names(folder, index)
-    encoder = _tokenizer(folder, index, tokenizer)
+    names = _list_shards(folder, index)
+    encoder = _load_tokenizer(folder, index, tokenizer)
     check_vocabulary(encoder.name, encoder.size, run.vocab_size)
-    train = _open(folder, names["train"], index, encoder, scattered=True)
-    held = _open(folder, names["valid"], index, encoder)
+    train = _open_shards(folder, names["train"], index, encoder, random_access=True)
+    held_out = _open_shards(folder, names["valid"], index, encoder)
 
-    valid = held_out_ids(_beginning(held, run.valid_tokens + 1), run.valid_tokens)
+    valid = take_held_out_ids(_take_first(held_out, run.valid_tokens + 1), run.valid_tokens)
     if len(valid) <= run.valid_tokens:
         run.progress(f"{folder}: {len(valid) - 1} tokens are held out, fewer than valid_tokens={run.valid_tokens}")
-    facts = {
+    metadata = {
         "data": "shards",
-        "content": _content(folder, names, index),
-        **tokenizer_facts(encoder),
+        "content": _identify_content(folder, names, index),
+        **describe_tokenizer(encoder),
         "shards": len(names["train"]),
         "tokens": sum(map(len, train)),
         "held_out_tokens": len(valid) - 1,
     }
     loss = None
     if index is not None:
-        facts["source"] = index["source"]
-        facts["documents"] = index["train"]["documents"]
-        loss = unigram_loss(_counts(folder, encoder.size), valid[1:])
-    return TrainingData(TokenRows(train, run.seq_len, run.seed), valid, encoder, facts, loss)
+        metadata["source"] = index["source"]
+        metadata["documents"] = index["train"]["documents"]
+        loss = compute_unigram_loss(_read_counts(folder, encoder.size), valid[1:])
+    return TrainingData(TokenRows(train, run.seq_len, run.seed), valid, encoder, metadata, loss)
 
 
 def _read_index(folder: Path) -> dict[str, Any] | None:
-    """The index; None where there is none."""
+    """Return the index, or None if there is none."""
     path = folder / INDEX
     if not path.exists():
         if (folder / PROGRESS).exists():
-            raise ValueError(f"{folder} is not finished: run the prepare_data command that began it again")
+            raise ValueError(f"{folder} is not finished: run the `muown-train prepare` command that began it again")
         return None
     try:
         index: dict[str, Any] = json.loads(path.read_text())
@@ -94,33 +96,36 @@ def _read_index(folder: Path) -> dict[str, Any] | None:
     return index
 
 
-def _names(folder: Path, index: dict[str, Any] | None) -> dict[str, list[str]]:
-    """Names of the shards to train on and held out, in order."""
-    there = sorted(path.name for path in folder.glob("*.bin"))
+def _list_shards(folder: Path, index: dict[str, Any] | None) -> dict[str, list[str]]:
+    """Return the names of the shards to train on and held out, in order."""
+    present = sorted(path.name for path in folder.glob("*.bin"))
     if index is not None:
         listed = [shard["file"] for shard in index["shards"]]
-        for name in there:
+        for name in present:
             if name not in listed:
                 raise ValueError(f"{folder / name} is missing from {folder / INDEX}: it belongs to other data")
         for name in listed:
-            if name not in there:
+            if name not in present:
                 raise ValueError(f"{folder / name} does not exist, but {INDEX} lists it: {REMEDY}")
         return {
             split: [shard["file"] for shard in index["shards"] if shard["split"] == split]
             for split in ("train", "valid")
         }
-    names = {"train": [name for name in there if "train" in name], "valid": [name for name in there if "val" in name]}
-    for split, found in names.items():
-        if not found:
+    names = {
+        "train": [name for name in present if "train" in name],
+        "valid": [name for name in present if "val" in name],
+    }
+    for split, own in names.items():
+        if not own:
             pattern = {"train": "*train*.bin", "valid": "*val*.bin"}[split]
             raise ValueError(f"data.path={folder} has neither an {INDEX} nor files {pattern}")
     both = sorted(set(names["train"]) & set(names["valid"]))
     if both:
-        raise ValueError(f"{folder / both[0]} may be to train on or held out: its name has both train and val")
+        raise ValueError(f"{folder / both[0]} could be to train on or held out: its name has both train and val")
     return names
 
 
-def _tokenizer(folder: Path, index: dict[str, Any] | None, given: str | None) -> HubTokenizer:
+def _load_tokenizer(folder: Path, index: dict[str, Any] | None, given: str | None) -> HubTokenizer:
     if index is None:
         if not given and (folder / TOKENIZER).exists():
             raise ValueError(f"{folder / INDEX} is missing, which is written together with {TOKENIZER}: {REMEDY}")
@@ -139,29 +144,30 @@ def _tokenizer(folder: Path, index: dict[str, Any] | None, given: str | None) ->
             ) from error
         encoder = HubTokenizer(recorded["name"], raw)
     if encoder.fingerprint != recorded["fingerprint"]:
-        what = f"data.tokenizer={given}" if given else f"{folder / TOKENIZER}"
+        source = f"data.tokenizer={given}" if given else f"{folder / TOKENIZER}"
         raise ValueError(
             f"the shards in {folder} were made by tokenizer {recorded['name']} of {recorded['size']} entries (hash "
-            f"{recorded['fingerprint'][:8]}), not by {what} of {encoder.size} entries (hash {encoder.fingerprint[:8]})"
+            f"{recorded['fingerprint'][:8]}), not by {source} of {encoder.size} entries (hash "
+            f"{encoder.fingerprint[:8]})"
         )
     return encoder
 
 
-def _open(
+def _open_shards(
     folder: Path,
     names: Sequence[str],
     index: dict[str, Any] | None,
     encoder: HubTokenizer,
-    scattered: bool = False,
+    random_access: bool = False,
 ) -> list[np.ndarray]:
-    """Memory maps of the shards, checked against index and tokenizer as far as that costs no reading."""
+    """Return memory maps of the shards, checked against index and tokenizer without reading them through."""
     counts = {shard["file"]: shard["tokens"] for shard in index["shards"]} if index else {}
-    expected = token_dtype(encoder.size)
+    expected = choose_dtype(encoder.size)
     maps: list[np.ndarray] = []
     for name in names:
         path = folder / name
         try:
-            tokens = read_tokens(path, scattered)
+            tokens = read_tokens(path, random_access)
         except ValueError as error:
             raise ValueError(f"{error}: {REMEDY}") from error
         if tokens.dtype != expected:
@@ -180,8 +186,8 @@ def _open(
     return maps
 
 
-def _beginning(parts: Sequence[np.ndarray], count: int) -> np.ndarray:
-    """The first `count` ids of the concatenation, a view where they lie in one part."""
+def _take_first(parts: Sequence[np.ndarray], count: int) -> np.ndarray:
+    """Return the first `count` ids of the concatenation, as a view if they lie in one part."""
     taken: list[np.ndarray] = []
     for part in parts:
         taken.append(part[:count])
@@ -191,8 +197,8 @@ def _beginning(parts: Sequence[np.ndarray], count: int) -> np.ndarray:
     return taken[0] if len(taken) == 1 else np.concatenate(taken)
 
 
-def _counts(folder: Path, size: int) -> np.ndarray:
-    """How often each id occurs in training, int64."""
+def _read_counts(folder: Path, size: int) -> np.ndarray:
+    """Return the count of each id in training, (V,) int64."""
     path = folder / COUNTS
     try:
         counts: np.ndarray = np.load(path)
@@ -203,17 +209,20 @@ def _counts(folder: Path, size: int) -> np.ndarray:
     return counts
 
 
-def _content(folder: Path, names: dict[str, list[str]], index: dict[str, Any] | None) -> str:
-    """What tells these tokens from others; without an index from the ends of each file, for all would take minutes."""
+def _identify_content(folder: Path, names: dict[str, list[str]], index: dict[str, Any] | None) -> str:
+    """Return a fingerprint of the tokens.
+
+    Without an index it is made of the ends of each file, since reading all would take minutes.
+    """
     if index is not None:
         parts = [[index[split]["text"], index[split]["tokens"]] for split in ("train", "valid")]
         return fingerprint("shards", index["tokenizer"]["fingerprint"], parts)
     return fingerprint(
-        "shards", [[name, _ends(folder / name)] for split in ("train", "valid") for name in names[split]]
+        "shards", [[name, _hash_ends(folder / name)] for split in ("train", "valid") for name in names[split]]
     )
 
 
-def _ends(path: Path) -> str:
+def _hash_ends(path: Path) -> str:
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)

@@ -1,8 +1,8 @@
 """Text files -> documents (str), one after the other, in bounded memory.
 
-A .txt file is one document; a .jsonl file (plain, .gz, .xz or .zst) has one JSON object per line and a
-.parquet file one row per document, with the text under a key or column. Where that text is null there is no
-document. An empty text is given as one; those who encode documents leave it out.
+A .txt file is one document. A .jsonl file (plain, .gz, .xz or .zst) has one JSON object per line and a .parquet file
+one row per document, with the text under a key or column. A null text is no document. An empty text is passed on as
+a document, which encoding leaves out.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 T = TypeVar("T")
-Labelled = tuple[str, str | None]  # a document and its label, if there is one
-Reader = Callable[[Path, str, str | None], Iterator[Labelled]]
+LabelledDocument = tuple[str, str | None]  # a document and its label, if it has one
+FileReader = Callable[[Path, str, str | None], Iterator[LabelledDocument]]  # (file, key of the text, key of the label)
 
-PARQUET_BATCH = 256  # documents read at once
+PARQUET_BATCH = 256  # documents that are read together
 
 
-def expand(patterns: str | Sequence[str], key: str = "data.train") -> list[Path]:
-    """Files that a glob or a list of globs names, sorted, each once. `~` and a recursive `**` are understood.
+def expand_globs(patterns: str | Sequence[str], key: str = "data.train") -> list[Path]:
+    """Return the files that a glob or a list of globs matches, sorted, each once; `~` and a recursive `**` work.
 
-    Raises ValueError naming `key` and the glob that matches no file or the file of an unknown kind.
+    Args:
+        key: the setting that holds the globs, for messages.
+
+    Raises:
+        ValueError: a glob matches no file, or a file is of an unknown kind; the message names it.
     """
     paths: set[Path] = set()
     for pattern in patterns if isinstance(patterns, list | tuple) else [patterns]:
@@ -41,35 +45,39 @@ def expand(patterns: str | Sequence[str], key: str = "data.train") -> list[Path]
             raise ValueError(f"{key}: no file matches {pattern!r}{folder}")
         paths.update(files)
     for path in sorted(paths):
-        _reader(path)
+        _find_reader(path)
     return sorted(paths)
 
 
 def read_documents(paths: Sequence[Path], text: str = "text") -> Iterator[str]:
-    """Documents of the files in the order given; `text` is the key or column that holds them.
+    """Yield the documents of the files in the order given.
 
-    Raises ValueError naming the file (in .jsonl the line too) and why it cannot be read.
+    Args:
+        text: the key or column that holds the documents.
+
+    Raises:
+        ValueError: a file cannot be read; the message names it, in a .jsonl file the line too, and the reason.
     """
-    return (document for document, _ in read_labelled(paths, text))
+    return (document for document, _ in read_with_labels(paths, text))
 
 
-def read_labelled(paths: Sequence[Path], text: str = "text", label: str | None = None) -> Iterator[tuple[str, str]]:
-    """Documents as of `read_documents`, each with what its key or column `label` holds.
+def read_with_labels(paths: Sequence[Path], text: str = "text", label: str | None = None) -> Iterator[tuple[str, str]]:
+    """Yield documents as `read_documents` does, each with the value of its key or column `label`.
 
-    Without `label`, and in .txt files, that is the file's path.
+    Without `label`, and in .txt files, the label is the path of the file.
     """
     for path in paths:
         try:
-            for document, value in _reader(path)(path, text, label):
-                yield well_formed(document), str(path) if value is None else value
+            for document, value in _find_reader(path)(path, text, label):
+                yield replace_surrogates(document), str(path) if value is None else value
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
         except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
             raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def grouped(items: Iterable[T], most: int, characters: int, length: Callable[[T], int]) -> Iterator[list[T]]:
-    """Items in lists of at most `most`, which end with the item that brings `length` together to `characters`."""
+def group_documents(items: Iterable[T], most: int, characters: int, length: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield the items in lists that end with item number `most` or once their lengths add up to `characters`."""
     group: list[T] = []
     total = 0
     for item in items:
@@ -82,8 +90,8 @@ def grouped(items: Iterable[T], most: int, characters: int, length: Callable[[T]
         yield group
 
 
-def well_formed(text: str) -> str:
-    """The text with lone surrogates, which UTF-8 cannot express, as U+FFFD; JSON may carry them."""
+def replace_surrogates(text: str) -> str:
+    """Return the text with U+FFFD in place of lone surrogates, which JSON may carry but UTF-8 cannot express."""
     if text.isascii():
         return text
     try:
@@ -93,11 +101,11 @@ def well_formed(text: str) -> str:
     return text
 
 
-def _read_txt(path: Path, text: str, label: str | None) -> Iterator[Labelled]:
+def _read_txt(path: Path, text: str, label: str | None) -> Iterator[LabelledDocument]:
     yield path.read_bytes().decode("utf-8-sig"), None
 
 
-def _read_jsonl(path: Path, text: str, label: str | None) -> Iterator[Labelled]:
+def _read_jsonl(path: Path, text: str, label: str | None) -> Iterator[LabelledDocument]:
     with _open(path) as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -120,7 +128,7 @@ def _read_jsonl(path: Path, text: str, label: str | None) -> Iterator[Labelled]:
                 yield value, None if label is None else str(record[label])
 
 
-def _read_parquet(path: Path, text: str, label: str | None) -> Iterator[Labelled]:
+def _read_parquet(path: Path, text: str, label: str | None) -> Iterator[LabelledDocument]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -139,7 +147,7 @@ def _read_parquet(path: Path, text: str, label: str | None) -> Iterator[Labelled
             ):
                 values = batch.column(text).to_pylist()
                 labels = [None] * len(values) if label is None else map(str, batch.column(label).to_pylist())
-                yield from ((value, of) for value, of in zip(values, labels, strict=True) if value is not None)
+                yield from (pair for pair in zip(values, labels, strict=True) if pair[0] is not None)
     except pa.ArrowException as error:
         raise ValueError(f"cannot read {path}: {error}") from error
 
@@ -152,12 +160,12 @@ def _open(path: Path) -> BinaryIO:
     if path.name.endswith(".zst"):
         import pyarrow as pa
 
-        # Of the usual readers of zstandard this one alone tells a truncated file from a complete one.
+        # Among the usual readers of zstandard only this one notices a truncated file.
         return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"))
     return path.open("rb")
 
 
-_READERS: dict[str, Reader] = {
+_READERS: dict[str, FileReader] = {
     ".txt": _read_txt,
     ".jsonl": _read_jsonl,
     ".jsonl.gz": _read_jsonl,
@@ -167,8 +175,8 @@ _READERS: dict[str, Reader] = {
 }
 
 
-def _reader(path: Path) -> Reader:
+def _find_reader(path: Path) -> FileReader:
     for ending, reader in _READERS.items():
         if path.name.endswith(ending):
             return reader
-    raise ValueError(f"{path} is of an unknown kind; the endings understood are {', '.join(_READERS)}")
+    raise ValueError(f"{path} is of an unknown kind; the known endings are {', '.join(_READERS)}")

@@ -1,4 +1,4 @@
-"""Texts to evaluate on: the same documents for every run, which each encodes by its own tokenizer."""
+"""Texts to evaluate on: the same documents for every run, which each run encodes by its own tokenizer."""
 
 from __future__ import annotations
 
@@ -13,73 +13,79 @@ import numpy as np
 
 from muown_train.config.instantiate import bind_target
 from muown_train.data import sources
-from muown_train.data.corpus import with_ids
+from muown_train.data.corpus import encode_labelled
 from muown_train.data.sources import FROM_RUN, RunInfo, TrainingData
-from muown_train.data.text.documents import expand, read_labelled
-from muown_train.data.text.tiktoken_bpe import byte_alphabet
-from muown_train.data.text.tokenizer import Tokenizer, token_dtype
+from muown_train.data.text.documents import expand_globs, read_with_labels
+from muown_train.data.text.tiktoken_bpe import build_byte_alphabet
+from muown_train.data.text.tokenizer import Tokenizer, choose_dtype
 
-MOST_FILES = 20  # that are sources of their own
-ALL = "all"  # the source of documents that are told apart by nothing
+MOST_FILES = 20  # files, up to which each is a source of its own
+ALL = "all"  # the one source of documents that are not distinguished
 
 
 @dataclass(frozen=True)
-class Text:
-    """Documents with the source of each."""
+class EvalText:
+    """Documents, each with the name of its source, by which scores are tabulated."""
 
     name: str  # for people
     documents: Callable[[], Iterator[tuple[str, str]]]  # pairs (document, source), the same at every call
 
 
-def text_of(data: Mapping[str, Any], label: str | None, valid_tokens: int, cache: Path) -> Text:
-    """The text of a data configuration.
+def read_eval_text(data: Mapping[str, Any], label: str | None, valid_tokens: int, cache: Path) -> EvalText:
+    """Return the text to evaluate on that a data configuration names.
 
-    Of data=files it is that of `data.valid`, or else all of `data.train`; of others what they hold out, `valid_tokens`
-    of their own tokenizer.
+    For data=files it is `data.valid`, or else all of `data.train`; for others it is what they hold out,
+    `valid_tokens` tokens by their own tokenizer.
 
     Args:
         data: the section of a resolved configuration.
-        label: key or column whose value is the source of a document. Without it each of up to 20 files is one.
+        label: key or column whose value is the source of a document. Without it each of up to 20 files is a source.
 
     Raises:
-        ValueError: what the configuration cannot be; see `bind_target` and `data/sources.py`.
+        ValueError: the configuration is wrong; see `bind_target` and data/sources.py.
     """
     target = bind_target(data, "data", FROM_RUN)
     if target.func is sources.files:
-        return _of_files(label, **target.keywords)
+        return _read_files(label, **target.keywords)
     if label is not None:
-        raise ValueError(f"--source {label} is of .jsonl and .parquet files: give data=files with data.valid=GLOB")
+        raise ValueError(
+            f"--source {label} names a key or column of .jsonl or .parquet files: give data=files with data.valid=GLOB"
+        )
     held_out: TrainingData = target(run=RunInfo(1, 0, valid_tokens, cache, vocab_size=2**31))
-    name = str(held_out.facts["data"])
+    name = str(held_out.metadata["data"])
     if held_out.tokenizer.raw is None:
         raise ValueError(f"data={name} has no text to evaluate on")
-    documents = list(_decoded(held_out.valid, held_out.tokenizer))
-    return Text(f"held-out text of {name}", lambda: ((document, ALL) for document in documents))
+    documents = list(_decode_documents(held_out.valid, held_out.tokenizer))
+    return EvalText(f"held-out text of {name}", lambda: ((document, ALL) for document in documents))
 
 
-def _of_files(
+def _read_files(
     label: str | None, train: Any = None, valid: Any = None, tokenizer: Any = None, text: str = "text"
-) -> Text:
+) -> EvalText:
     if tokenizer:
         raise ValueError(f"data.tokenizer={tokenizer}: each run reads the text by its own tokenizer")
     if not (valid or train):
         raise ValueError("data.valid is not set: give the files as a glob, such as data.valid='texts/**/*.txt'")
-    paths = expand(valid, "data.valid") if valid else expand(train, "data.train")
+    paths = expand_globs(valid, "data.valid") if valid else expand_globs(train, "data.train")
     if label is None and 1 < len(paths) <= MOST_FILES:
-        names = _short(paths)
-        return Text(f"{len(paths)} files", lambda: ((one, names[of]) for one, of in read_labelled(paths, text)))
+        names = _shorten(paths)
+        return EvalText(
+            f"{len(paths)} files", lambda: ((one, names[path]) for one, path in read_with_labels(paths, text))
+        )
     name = str(paths[0]) if len(paths) == 1 else f"{len(paths)} files"
-    return Text(name, lambda: ((one, of if label else ALL) for one, of in read_labelled(paths, text, label)))
+    return EvalText(
+        name, lambda: ((one, value if label else ALL) for one, value in read_with_labels(paths, text, label))
+    )
 
 
-def _short(paths: Sequence[Path]) -> dict[str, str]:
-    """Names without what all begin with."""
+def _shorten(paths: Sequence[Path]) -> dict[str, str]:
+    """Return path -> its name relative to the folder that all paths share."""
     parent = os.path.commonpath([path.absolute().parent for path in paths])
     return {str(path): os.path.relpath(path, parent) for path in paths}
 
 
-def _decoded(ids: np.ndarray, tokenizer: Tokenizer) -> Iterator[str]:
-    """Documents of ids in which each ends with end-of-text; half a character at the end is left out."""
+def _decode_documents(ids: np.ndarray, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the documents of ids in which each ends with end-of-text, without half a character at the end."""
     ends = np.flatnonzero(ids == tokenizer.end_of_text)
     for document in np.split(ids, ends + 1):
         whole = len(document) > 0 and document[-1] == tokenizer.end_of_text
@@ -87,30 +93,30 @@ def _decoded(ids: np.ndarray, tokenizer: Tokenizer) -> Iterator[str]:
         yield text if whole else text.rstrip("\ufffd")
 
 
-def encoded(text: Text, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
-    """Ids of each source, 1-D uint16 or uint32: end-of-text, then its documents, each with end-of-text at its end.
+def encode_sources(text: EvalText, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
+    """Return the ids of each source, 1-D uint16 or uint32: end-of-text, then its documents, each with end-of-text.
 
-    So every token of the documents is a target, as in the middle of training data.
+    Thus every token of the documents is a target, as in the middle of training data.
     """
-    begin = np.array([tokenizer.end_of_text], dtype=token_dtype(tokenizer.size))
+    begin = np.array([tokenizer.end_of_text], dtype=choose_dtype(tokenizer.size))
     parts: dict[str, list[np.ndarray]] = {}
-    for _, source, ids in with_ids(text.documents(), tokenizer):
+    for _, source, ids in encode_labelled(text.documents(), tokenizer):
         parts.setdefault(source, [begin]).append(ids)
     if not parts:
         raise ValueError(f"{text.name}: there is no text to evaluate on")
     return {source: np.concatenate(ids) for source, ids in sorted(parts.items())}
 
 
-def token_bytes(tokenizer: Tokenizer) -> np.ndarray | None:
-    """Bytes of text (V,) int64 that each id of a byte-level BPE stands for; None where that is not known.
+def count_token_bytes(tokenizer: Tokenizer) -> np.ndarray | None:
+    """Return the bytes of text, (V,) int64, that each id of a byte-level BPE stands for, or None if unknown.
 
-    End-of-text is no text: 0.
+    End-of-text stands for no text: 0.
     """
     config = json.loads(tokenizer.raw) if tokenizer.raw else {}
     decoder = config.get("decoder") or {}
     if "ByteLevel" not in [part.get("type") for part in (decoder, *decoder.get("decoders", ()))]:
         return None
-    letters = byte_alphabet()
+    letters = build_byte_alphabet()
     sizes = np.zeros(tokenizer.size, dtype=np.int64)
     added = {token["id"]: len(token["content"].encode()) for token in config.get("added_tokens", ())}
     for token, i in config["model"]["vocab"].items():

@@ -1,4 +1,4 @@
-"""Which documents are held out of training: a property of the document alone, never of a run."""
+"""The choice of the documents held out of training, which depends on the documents alone, never on a run."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import hashlib
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-PARTS = 20  # one part in so many is held out
-FEW = 100  # with fewer documents the end of the text is held out instead
+PARTS = 20  # one part in 20 is held out
+FEW = 100  # documents, with fewer than which the end of the text is held out instead
 
 
-def held_out(key: bytes) -> bool:
-    """Whether the document with this key (its text, or its name) is among the one in 20 held out."""
+def is_held_out(key: bytes) -> bool:
+    """Return whether the document with this key (its text or its name) is among the one in 20 held out."""
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") % PARTS == 0
 
 
-def label_by_content(documents: Callable[[], Iterator[str]]) -> Iterator[tuple[str, bool]]:
-    """Pairs (text, held out) over `documents()`, which is read up to three times.
+def split_by_content(documents: Callable[[], Iterator[str]]) -> Iterator[tuple[str, bool]]:
+    """Yield pairs (text, is held out) for `documents()`, which is called up to three times.
 
-    A document is held out by the hash of its text, so a repeated document never lands on both sides. With
-    fewer than 100 documents (a single book), or where the hash tells the first 100 apart badly, the last 5
-    % of the characters are held out, cutting a document in two where need be.
+    The hash of its text decides whether a document is held out, so a repeated document never lands on both sides. With
+    fewer than 100 documents (a single book), or if the hash holds out all or none of the first 100, the last 5 % of
+    the characters are held out instead, and a document is cut in two where that begins within it.
     """
-    flags = [held_out(document.encode()) for document in islice(documents(), FEW)]
+    flags = [is_held_out(document.encode()) for document in islice(documents(), FEW)]
     if len(flags) == FEW and any(flags) and not all(flags):
         for document in documents():
-            yield document, held_out(document.encode())
+            yield document, is_held_out(document.encode())
         return
     total = sum(map(len, documents()))
     left = total - total // PARTS

@@ -1,4 +1,4 @@
-"""Text <-> token ids behind one small interface, by a tokenizer.json on disk or on the hub or by gpt2.tiktoken."""
+"""Text <-> token ids behind one small interface, by a tokenizer.json on disk or on the hub, or by gpt2.tiktoken."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from muown_train.data.text import tiktoken_bpe as byte_bpe
-from muown_train.data.text.documents import grouped, well_formed
+from muown_train.data.text import tiktoken_bpe
+from muown_train.data.text.documents import group_documents, replace_surrogates
 
-TOKENIZER = "tokenizer.json"  # what the file is called in prepared data and in a run's folder
+TOKENIZER = "tokenizer.json"  # the name of the file in prepared data and in a run's folder
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
-PIECE = 2_000_000  # characters encoded in one go: the library takes about 100 bytes of memory for each
+PIECE = 2_000_000  # characters of a text encoded together: the library takes about 100 bytes of memory for each
 BATCH_DOCUMENTS = 1024
-BATCH_CHARACTERS = 2_000_000  # threads run idle at the end of each batch: less often with larger ones
-THREADS_FROM = 100_000  # characters in a batch, below which threads do not pay
+BATCH_CHARACTERS = 2_000_000  # large, since threads run idle at the end of each batch
+THREADS_FROM = 100_000  # characters in a batch from which on threads pay
 THREAD_CHARACTERS = 50_000  # characters that a thread takes at once
 
 
 class Tokenizer(Protocol):
+    """What encodes and decodes text."""
+
     name: str
     size: int  # one more than the largest id
     end_of_text: int
-    fingerprint: str  # of all that decides the ids
+    fingerprint: str  # of everything that decides the ids
 
     @property
-    def raw(self) -> bytes | None: ...  # its tokenizer.json, where it has one
+    def raw(self) -> bytes | None: ...  # its tokenizer.json, if it has one
 
     def encode_batch(self, texts: list[str]) -> Sequence[Sequence[int] | np.ndarray]: ...
 
@@ -42,11 +44,11 @@ class Tokenizer(Protocol):
 class HubTokenizer:
     """A `tokenizer.json` of the `tokenizers` library; `backend` says which library encodes.
 
-    Byte-level BPEs are encoded by tiktoken, about ten times faster, where that gives the same ids (byte_bpe.py).
-    Text is text: where a document spells a control token such as <|endoftext|>, its characters are encoded,
-    not the token. No start or end tokens are added. Lone surrogates are encoded as U+FFFD. Texts of more
-    than two million characters are encoded in pieces that begin at a line, which gives the same ids where
-    the tokenizer splits at line ends first, as the byte-level ones do.
+    tiktoken encodes byte-level BPEs, about ten times faster, if it gives the same ids (tiktoken_bpe.py). Text is text:
+    if a document spells a control token such as <|endoftext|>, its characters are encoded, not the token. No start or
+    end tokens are added. Lone surrogates are encoded as U+FFFD. A text of more than two million characters is encoded
+    in pieces that begin at a line, which gives the same ids if the tokenizer splits at line ends first, as the
+    byte-level ones do.
     """
 
     def __init__(self, name: str, raw: bytes) -> None:
@@ -59,21 +61,23 @@ class HubTokenizer:
             raise ValueError(f"tokenizer {name} is not a file of the tokenizers library: {error}") from error
         backend.no_truncation()
         backend.no_padding()
-        found = next((token for token in END_OF_TEXT if backend.token_to_id(token) is not None), None)
-        if found is None:
+        end_of_text = next((token for token in END_OF_TEXT if backend.token_to_id(token) is not None), None)
+        if end_of_text is None:
             raise ValueError(f"tokenizer {name} has no end-of-text token, none of {', '.join(END_OF_TEXT)}")
-        self.end_of_text = int(backend.token_to_id(found) or 0)
+        self.end_of_text = int(backend.token_to_id(end_of_text) or 0)
         added = backend.get_added_tokens_decoder().get(self.end_of_text)
         if added is None or not added.special:
-            backend.add_special_tokens([AddedToken(found, special=True, normalized=False)])
+            backend.add_special_tokens([AddedToken(end_of_text, special=True, normalized=False)])
         backend.encode_special_tokens = True
         self.name, self.raw = name, raw
         self.size: int = max(backend.get_vocab().values()) + 1
-        self.adds_tokens = backend.num_special_tokens_to_add(False) > 0  # around a text, for those who let it
-        self.fingerprint = fingerprint_of(raw)
+        self.adds_tokens = (
+            backend.num_special_tokens_to_add(False) > 0
+        )  # whether the library would add tokens around a text
+        self.fingerprint = fingerprint_tokenizer(raw)
         self._library = backend
-        self._fast = byte_bpe.from_tokenizer_json(raw, self.end_of_text)
-        if self._fast and not all(map(self._agree, byte_bpe.CHECK_TEXTS)):
+        self._fast = tiktoken_bpe.build_byte_bpe(raw, self.end_of_text)
+        if self._fast and not all(map(self._encodes_alike, tiktoken_bpe.CHECK_TEXTS)):
             self._fast = None
         self.backend = "tiktoken" if self._fast else "tokenizers"
 
@@ -82,46 +86,49 @@ class HubTokenizer:
         self._library.encode_special_tokens = True  # pickling forgets it
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Ids of each text, 1-D uint32, without end-of-text. Large batches are spread over `threads()` threads."""
-        pieces = [list(_pieces(well_formed(text))) for text in texts]
+        """Return the ids of each text, 1-D uint32, without end-of-text; threads share a large batch."""
+        pieces = [list(_split_text(replace_surrogates(text))) for text in texts]
         flat = [piece for text in pieces for piece in text]
-        encoded = iter(self._by_tiktoken(flat) if self._fast else self._by_library(flat))
-        return [_joined([next(encoded) for _ in text]) for text in pieces]
+        encoded = iter(self._encode_by_tiktoken(flat) if self._fast else self._encode_by_library(flat))
+        return [_join([next(encoded) for _ in text]) for text in pieces]
 
-    def _agree(self, text: str) -> bool:
-        return np.array_equal(self._one(text), self._by_library([text])[0])
+    def _encodes_alike(self, text: str) -> bool:
+        return np.array_equal(self._encode_one(text), self._encode_by_library([text])[0])
 
-    def _by_library(self, texts: list[str]) -> list[np.ndarray]:
+    def _encode_by_library(self, texts: list[str]) -> list[np.ndarray]:
         encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, dtype=np.uint32) for one in encoded]
 
-    def _by_tiktoken(self, texts: list[str]) -> list[np.ndarray]:
-        if sum(map(len, texts)) < THREADS_FROM or threads() == 1:
-            return [self._one(text) for text in texts]
-        parts = list(grouped(texts, BATCH_DOCUMENTS, THREAD_CHARACTERS, len))
-        done = _pool(threads(), os.getpid()).map(lambda part: [self._one(text) for text in part], parts)
-        return [ids for part in done for ids in part]
+    def _encode_by_tiktoken(self, texts: list[str]) -> list[np.ndarray]:
+        if sum(map(len, texts)) < THREADS_FROM or count_threads() == 1:
+            return [self._encode_one(text) for text in texts]
+        parts = list(group_documents(texts, BATCH_DOCUMENTS, THREAD_CHARACTERS, len))
+        pool = _get_pool(count_threads(), os.getpid())
+        encoded = pool.map(lambda part: [self._encode_one(text) for text in part], parts)
+        return [ids for part in encoded for ids in part]
 
-    def _one(self, text: str) -> np.ndarray:
+    def _encode_one(self, text: str) -> np.ndarray:
         assert self._fast is not None
         try:
             return self._fast.encode(text)
-        except ValueError:  # hundreds of thousands of spaces or line ends in a row
-            return self._by_library([text])[0]
+        except ValueError:  # the text has hundreds of thousands of spaces or line ends in a row
+            return self._encode_by_library([text])[0]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids, control tokens spelt out."""
+        """Return the text of the ids, with control tokens spelt out."""
         return self._library.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
-def fingerprint_of(raw: bytes) -> str:
-    """`fingerprint` of the tokenizer with this tokenizer.json."""
+def fingerprint_tokenizer(raw: bytes) -> str:
+    """Return the `fingerprint` of the tokenizer with this tokenizer.json."""
     return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
 
-def threads() -> int:
-    """Threads to encode with: a share of the cores for each rank of torchrun, and one in worker processes, whose
-    siblings use the other cores."""
+def count_threads() -> int:
+    """Return the number of threads to encode with: each rank of torchrun has an equal share of the cores.
+
+    A worker process has one thread, since its siblings use the other cores.
+    """
     if multiprocessing.parent_process() is not None:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -129,36 +136,38 @@ def threads() -> int:
 
 
 @cache
-def _pool(size: int, process: int) -> ThreadPoolExecutor:
-    """Threads that stay: tiktoken keeps what its pattern has compiled for each of them. A fork makes its own."""
+def _get_pool(size: int, process: int) -> ThreadPoolExecutor:
+    """Return threads that are kept, since tiktoken compiles its pattern for each of them; a fork makes its own."""
     return ThreadPoolExecutor(size, thread_name_prefix="encode")
 
 
 def load_tokenizer(name: str) -> HubTokenizer:
-    """The tokenizer of `read_tokenizer(name)`, which says what can be named and what is raised."""
+    """Return the tokenizer of `read_tokenizer(name)`, which says what `name` can be and what is raised."""
     return HubTokenizer(name, read_tokenizer(name))
 
 
 def read_tokenizer(name: str) -> bytes:
-    """Content of a tokenizer.json, of that in a folder or of a hub name such as EleutherAI/gpt-neox-20b, or made of
-    a gpt2.tiktoken.
+    """Return the content of a tokenizer.json.
 
-    Raises ValueError where there is no such file or name or it is none of these, ConnectionError where the hub
-    cannot be reached.
+    Args:
+        name: a tokenizer.json, a folder that holds one, a gpt2.tiktoken, which is converted, or a name on the hub such
+            as EleutherAI/gpt-neox-20b.
+
+    Raises:
+        ValueError: there is no such file or name, or it is none of these.
+        ConnectionError: the hub cannot be reached.
     """
     path = Path(name).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"
     if path.is_file():
         raw = path.read_bytes()
-        return byte_bpe.json_of_gpt2_ranks(name, raw) if path.suffix == ".tiktoken" else raw
+        return tiktoken_bpe.convert_gpt2_ranks(name, raw) if path.suffix == ".tiktoken" else raw
     if path.suffix in (".json", ".tiktoken") or name[:1] in "/.~" or name.count("/") > 1:
-        what = (
-            "addresses are not fetched, give a file or a name on the hub"
-            if "://" in name
-            else f"there is no file {path}"
-        )
-        raise ValueError(f"data.tokenizer={name}: {what}")
+        problem = f"there is no file {path}"
+        if "://" in name:
+            problem = "addresses are not fetched, give a file or a name on the hub"
+        raise ValueError(f"data.tokenizer={name}: {problem}")
     return Path(_download(name)).read_bytes()
 
 
@@ -175,20 +184,20 @@ def _download(name: str) -> str:
             "there is no file of that name either"
         ) from error
     except errors.LocalEntryNotFoundError as error:  # also an EntryNotFoundError: must come first
-        raise ConnectionError(_no_hub(name, error)) from error
+        raise ConnectionError(_describe_failure(name, error)) from error
     except errors.EntryNotFoundError as error:
         raise ValueError(f"data.tokenizer={name}: this model has no tokenizer.json on the hub") from error
     except Exception as error:  # HTTP libraries differ between versions of the hub's client
-        raise ConnectionError(_no_hub(name, error)) from error
+        raise ConnectionError(_describe_failure(name, error)) from error
 
 
-def _no_hub(name: str, error: Exception) -> str:
-    reason = str(error.__cause__ or error).splitlines() or [type(error).__name__]
-    return f"tokenizer {name} cannot be fetched from the hub ({reason[0]}); give the path of a tokenizer.json"
+def _describe_failure(name: str, error: Exception) -> str:
+    cause = str(error.__cause__ or error).splitlines() or [type(error).__name__]
+    return f"tokenizer {name} cannot be fetched from the hub ({cause[0]}); give the path of a tokenizer.json"
 
 
 def check_vocabulary(name: str, size: int, vocab_size: int) -> None:
-    """Raises ValueError where the model has too few entries for the tokenizer."""
+    """Raise ValueError if the model has fewer entries than the tokenizer."""
     if size > vocab_size:
         raise ValueError(
             f"tokenizer {name} has {size} entries but model.vocab_size is {vocab_size}: "
@@ -196,32 +205,32 @@ def check_vocabulary(name: str, size: int, vocab_size: int) -> None:
         )
 
 
-def token_dtype(size: int) -> np.dtype:
-    """uint16 for ids below 65536, else uint32: what token files hold."""
+def choose_dtype(size: int) -> np.dtype:
+    """Return the type of ids in token files: uint16 for `size` entries up to 65536, else uint32."""
     return np.dtype("<u2") if size <= 65536 else np.dtype("<u4")
 
 
 def encode_documents(
     texts: Iterable[str], tokenizer: Tokenizer, at_once: int = BATCH_CHARACTERS
 ) -> Iterator[np.ndarray]:
-    """Ids of each document with end-of-text at its end, 1-D uint16 or uint32, in order.
+    """Yield the ids of each document with end-of-text at its end, 1-D uint16 or uint32, in order.
 
-    About `at_once` characters are encoded together, on all cores where the tokenizer can.
+    About `at_once` characters are encoded together, on all cores if the tokenizer can.
     """
-    dtype = token_dtype(tokenizer.size)
-    for batch in grouped(texts, BATCH_DOCUMENTS, at_once, len):
+    dtype = choose_dtype(tokenizer.size)
+    for batch in group_documents(texts, BATCH_DOCUMENTS, at_once, len):
         for ids in tokenizer.encode_batch(batch):
             ended = np.empty(len(ids) + 1, dtype)
             ended[:-1], ended[-1] = ids, tokenizer.end_of_text
             yield ended
 
 
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
+def _join(parts: list[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Cuts after a single newline between two characters that are no space, never elsewhere."""
+def _split_text(text: str) -> Iterator[str]:
+    """Cut a long text after single newlines between two characters that are no space, never elsewhere."""
     start = 0
     while len(text) - start > PIECE:
         cut = text.find("\n", start + PIECE)

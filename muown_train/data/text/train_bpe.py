@@ -1,4 +1,4 @@
-"""The tokenizer trained on the data themselves: byte-level BPE of 4096 entries, nothing to download."""
+"""The tokenizer trained on the data themselves: a byte-level BPE of 4096 entries, without any download."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 
 SIZE = 4096
 NAME = f"bpe-{SIZE}"
-SAMPLE = 30_000_000  # characters it is trained on, evenly spread
-BLOCK = 1 << 16  # characters taken or left at once
+SAMPLE = 30_000_000  # characters that it is trained on, spread evenly over the text
+BLOCK = 1 << 16  # characters that are taken or left together
 
 
 def train_bpe(documents: Callable[[], Iterator[str]]) -> bytes:
-    """tokenizer.json of a byte-level BPE trained on `documents()`, which is read twice.
+    """Return the tokenizer.json of a byte-level BPE trained on `documents()`, which is called twice.
 
-    Any text is encoded without loss; <|endoftext|>, id 0, is the only control token. Equal text, equal bytes.
+    It encodes any text without loss; <|endoftext|>, id 0, is the only control token. Equal text gives equal bytes.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -26,12 +26,12 @@ def train_bpe(documents: Callable[[], Iterator[str]]) -> bytes:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(spread(documents, SAMPLE), trainer)
+    tokenizer.train_from_iterator(sample_evenly(documents, SAMPLE), trainer)
     return tokenizer.to_str().encode()
 
 
-def spread(documents: Callable[[], Iterator[str]], limit: int) -> Iterator[str]:
-    """About `limit` characters of the text (all, if it has no more) in blocks evenly spread over it."""
+def sample_evenly(documents: Callable[[], Iterator[str]], limit: int) -> Iterator[str]:
+    """Yield about `limit` characters of the text, or all if it has no more, in blocks spread evenly over it."""
     share = limit / max(limit, sum(map(len, documents())))
     seen = taken = 0
     for document in documents():

@@ -60,7 +60,7 @@ def test_killed_for_real(tmp_path, kill):
     assert process.returncode == 0, error
     assert "going on after" in error and "is finished: 4,000,000 tokens" in error
     settings["text"] = "text"
-    prepare.prepare(tmp_path / "whole", "files", settings, 4_000_000, 100_000, 100_000)
+    prepare.prepare_shards(tmp_path / "whole", "files", settings, 4_000_000, 100_000, 100_000)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 

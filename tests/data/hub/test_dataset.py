@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from muown_train.data.hub import dataset as hub_source
 from muown_train.data.hub import streaming
-from muown_train.data.hub.dataset import PIECES, _split, _write_held_out
+from muown_train.data.hub.dataset import PIECES, _split_row_groups, _write_held_out
 from muown_train.data.hub.files import HubFiles, Unit
 from muown_train.data.hub.retry import Retry
 from muown_train.data.hub.streaming import Cursor, Shuffle, read_windows
@@ -118,8 +118,8 @@ def test_every_document_once_an_epoch_and_none_that_is_held_out(load, files):
     assert 16 >= len(held) > 0 if files < MANY else held == texts_of(files - 1)
     documents = Counter(text for file in range(files) for text in texts_of(file))
     assert epochs_of(data.train, 2) == [documents - Counter(held)] * 2
-    assert data.facts["streams"] == (4 if files == 1 else 5)
-    assert data.facts["files"] == files and data.facts["shuffle"] == 7
+    assert data.metadata["streams"] == (4 if files == 1 else 5)
+    assert data.metadata["files"] == files and data.metadata["shuffle"] == 7
 
 
 def test_streams_of_row_groups_read_their_own_alone(load, hub):
@@ -138,7 +138,7 @@ def test_sizes_of_row_groups_are_kept(load, hub):
     first = load(FEW)
     hub.served.clear()
     again = load(FEW)
-    assert not hub.served and again.facts == first.facts and again.train._units == first.train._units
+    assert not hub.served and again.metadata == first.metadata and again.train._units == first.train._units
 
 
 def test_what_the_order_depends_on(load):
@@ -256,7 +256,7 @@ def test_a_split_covers_each_row_group_once(files, streams):
     groups = [(file, k, size) for file, sizes in enumerate(files) for k, size in enumerate(sizes)]
     if len(groups) < 2:
         return
-    stretches, held = _split(groups, streams)
+    stretches, held = _split_row_groups(groups, streams)
     assert len(stretches) == min(streams, sum(len(sizes) for sizes in files) - sum(u.end - u.begin for u in held))
 
     def flat(units):
@@ -270,5 +270,5 @@ def test_a_split_covers_each_row_group_once(files, streams):
 
 
 def test_what_is_held_out_of_a_large_data_set():
-    _, held = _split([(file, k, 1000) for file in range(14) for k in range(726)], 64)
+    _, held = _split_row_groups([(file, k, 1000) for file in range(14) for k in range(726)], 64)
     assert held == [Unit(13, 706, 726)]

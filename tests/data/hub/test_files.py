@@ -10,9 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from muown_train.data.hub import retry
 from muown_train.data.hub.files import HubFiles, Unit
-from muown_train.data.hub.retry import Interrupted, Retry, transient
+from muown_train.data.hub.retry import Interrupted, Retry, describe_cause, is_transient
 from tests.helpers.hub_server import Fault, Hub
 
 REPO = "datasets/owner/name"
@@ -57,7 +56,7 @@ def test_units_are_row_groups_of_a_file(files):
     assert list(files.documents(Unit(0, 5), 0)) == TEXTS[5 * GROUP :]
     for first in (0, 1, GROUP - 1, GROUP, GROUP + 1, 89, 90, 200):
         assert list(files.documents(Unit(0), first)) == TEXTS[first:]
-    assert HubFiles("x", "", ("a",), "text", files.urls[:1]).row_groups() == [[16, 16, 16, 16, 16, 10]]
+    assert HubFiles("x", "", ("a",), "text", files.urls[:1]).read_row_group_sizes() == [[16, 16, 16, 16, 16, 10]]
 
 
 def test_enormous_and_empty_documents(files):
@@ -105,7 +104,7 @@ def test_after_the_limit_there_is_one_sentence(files, hub, fault):
         next(files.documents(Unit(0), 0))
     assert len(hub.requests) == 5
     with pytest.raises(ConnectionError, match=r"reading a.parquet failed 5 times"):
-        HubFiles("owner/name", "", ("a.parquet",), "text", files.urls[:1], retry=files.retry).row_groups()
+        HubFiles("owner/name", "", ("a.parquet",), "text", files.urls[:1], retry=files.retry).read_row_group_sizes()
 
 
 def test_one_footer_that_cannot_be_read_ends_the_reading_of_all(files, hub):
@@ -113,7 +112,7 @@ def test_one_footer_that_cannot_be_read_ends_the_reading_of_all(files, hub):
     hub.disturb = lambda path, number: Fault(status=503 if "a.parquet" in path else 404)
     start = time.monotonic()
     with pytest.raises(ConnectionError, match="HTTP 404"):
-        HubFiles.row_groups(replace(patient, urls=files.urls[1:] + files.urls[:1]))
+        HubFiles.read_row_group_sizes(replace(patient, urls=files.urls[1:] + files.urls[:1]))
     assert time.monotonic() - start < 10
 
 
@@ -240,12 +239,10 @@ def test_which_errors_may_pass():
             self.response = type("Response", (), {"status_code": status, "headers": {}})()
 
     for status, expected in ((429, True), (500, True), (503, True), (404, False), (401, False)):
-        assert transient(Answer(status)) is expected
+        assert is_transient(Answer(status)) is expected
         wrapped = OSError("x")
         wrapped.__cause__ = Answer(status)
-        assert transient(wrapped) is expected
-    assert transient(ConnectionResetError()) and transient(TimeoutError())
-    assert (
-        not transient(FileNotFoundError("x")) and not transient(ValueError("x")) and not transient(pa.ArrowInvalid("x"))
-    )
-    assert retry.reason(ValueError("a\n b")) == "ValueError: a b"
+        assert is_transient(wrapped) is expected
+    assert is_transient(ConnectionResetError()) and is_transient(TimeoutError())
+    assert not any(map(is_transient, [FileNotFoundError("x"), ValueError("x"), pa.ArrowInvalid("x")]))
+    assert describe_cause(ValueError("a\n b")) == "ValueError: a b"

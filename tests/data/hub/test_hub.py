@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from muown_train.data.permutation import permute
+from muown_train.data.rows import permute
 from tests.helpers.hub_server import Fault, Hub
 from tests.helpers.paths import ROOT, SHARED
-from tests.helpers.text_files import word_tokenizer_json
+from tests.helpers.text_files import SAMPLE, word_tokenizer_json
 
 CORPUS = SHARED / "corpus"
 CARD = """---
@@ -54,7 +54,7 @@ def attempt(cache, legs, config, run):
         state = json.loads(json.dumps(union(loader.state_dict() for loader in loaders)))
         for loader in loaders:
             loader.close()
-    return {"facts": data.facts, "valid": data.valid.tolist(), "batches": batches, "state": state}
+    return {"metadata": data.metadata, "valid": data.valid.tolist(), "batches": batches, "state": state}
 
 results = []
 for case in json.loads(sys.argv[1]):
@@ -108,6 +108,11 @@ def build(root, files, group=64):
     for file in range(3):
         texts = [json.dumps({"body": text, "n": k}) for k, text in enumerate(texts_of(file))]
         (lines / f"train-{file}.jsonl").write_text("\n".join(texts))
+    broken = root / "datasets" / "owner" / "broken"
+    broken.mkdir()
+    pq.write_table(pa.table({"text": texts_of(0)}), broken / "train-0.parquet", row_group_size=group)
+    raw = (broken / "train-0.parquet").read_bytes()
+    (broken / "train-1.parquet").write_bytes(raw[:200] + bytes(len(raw) - 200))  # no parquet file any more
     return root
 
 
@@ -117,6 +122,40 @@ def hub(tmp_path_factory):
         yield hub
 
 
+LINES = {"path": "owner/lines", "name": None, "text": "body"}
+WRONG = [
+    ({"path": "nobody/nothing"}, "the hub has no data set nobody/nothing"),
+    ({"path": "no/such/name"}, "data.path='no/such/name' is not a name of a data set"),
+    ({"name": "sample-1BT"}, "data set HuggingFaceFW/fineweb-edu (sample-1BT)"),
+    ({"split": "test"}, "split 'test'"),
+    ({"text": "body"}, "has no column 'body' (data.text); its columns: id, text, score"),
+    ({"text": "score"}, "column 'score' (data.text) holds int64, not text"),
+    ({"revision": "v9"}, "has no revision 'v9' (data.revision)"),
+    ({"tokenizer": "nobody/nothing"}, "data.tokenizer=nobody/nothing: the hub has no such model"),
+    ({"tokenizer": "HuggingFaceFW/other"}, "this model has no tokenizer.json"),
+    ({"streams": 0}, "data.streams=0 must be a whole number of at least 1"),
+    ({"streams": 1.5}, "data.streams=1.5 must be a whole number"),
+    ({"streams": True}, "data.streams=True must be a whole number"),
+    ({"shuffle": 0}, "data.shuffle=0 must be a whole number of at least 1"),
+    ({"retries": -1}, "data.retries=-1 must be a whole number of at least 0"),
+]
+CASES = {
+    "published": {"legs": [(1, 8)]},
+    "lines": {"legs": [(1, 60)], "config": LINES},
+    "lines, changing ranks": {"legs": [(2, 17), (1, 1), (3, 42)], "config": LINES},
+    "small vocabulary": {"config": {"path": "owner/never_looked_up"}, "run": {"vocab_size": 100}},
+    "broken file": {"config": {"path": "owner/broken", "name": None}},
+    **{str(config): {"config": config} for config, _ in WRONG},
+}
+
+
+@pytest.fixture(scope="module")
+def results(hub, tmp_path_factory):
+    """What one process got in each of the cases above: to start it takes longer than any of them."""
+    folder = tmp_path_factory.mktemp("client")
+    return dict(zip(CASES, clients(hub.environment(folder), folder, list(CASES.values())), strict=True))
+
+
 def decode(ids):
     from tokenizers import Tokenizer
 
@@ -124,15 +163,15 @@ def decode(ids):
 
 
 def shuffled(texts, seed, stream):
-    """Of a stream that begins with them, where they are fewer than a window holds."""
+    """The order in which a stream that begins with these texts, fewer than a window holds, reads them."""
     return [texts[k] for k in permute(np.arange(len(texts)), len(texts), (seed, 0, stream, 0)).tolist()]
 
 
-def test_streaming_from_the_hub(hub, tmp_path):
-    result = client(hub.environment(tmp_path), tmp_path, legs=[(1, 8)])
-    facts = result["facts"]
-    assert facts["files"] == 5 and facts["streams"] == 20 and facts["revision"] == hub.commit
-    assert facts["tokenizer"] == "EleutherAI/gpt-neox-20b" and facts["held_out_tokens"] == 300
+def test_streaming_from_the_hub(hub, results):
+    result = results["published"]
+    metadata = result["metadata"]
+    assert metadata["files"] == 5 and metadata["streams"] == 20 and metadata["revision"] == hub.commit
+    assert metadata["tokenizer"] == "EleutherAI/gpt-neox-20b" and metadata["held_out_tokens"] == 300
 
     assert len(result["valid"]) == 301
     held_out = "<|endoftext|>".join(texts_of(4))
@@ -150,7 +189,7 @@ def test_streaming_from_the_hub(hub, tmp_path):
 def test_with_more_files_than_streams_the_last_is_held_out(hub, tmp_path):
     cases = [{"legs": [(1, 4)], "config": {"streams": 4, "shuffle": 1}, "run": {"valid_tokens": v}} for v in (300, 9)]
     result, fewer = clients(hub.environment(tmp_path), tmp_path, cases)
-    assert result["facts"]["streams"] == 4 and result["batches"] == fewer["batches"] and len(fewer["valid"]) == 10
+    assert result["metadata"]["streams"] == 4 and result["batches"] == fewer["batches"] and len(fewer["valid"]) == 10
     rows = [row for _, batch in result["batches"] for row in batch]
     for number, file in enumerate(permute(np.arange(4), 4, (0,)).tolist()):
         own = rows[number::4]
@@ -158,12 +197,9 @@ def test_with_more_files_than_streams_the_last_is_held_out(hub, tmp_path):
         assert "<|endoftext|>".join(texts_of(file)).startswith(decode(joined))
 
 
-def test_files_of_other_formats(hub, tmp_path):
-    config = {"path": "owner/lines", "name": None, "text": "body"}
-    legs = [[(1, 60)], [(2, 17), (1, 1), (3, 42)]]
-    cases = [{"legs": each, "config": config} for each in legs]
-    alone, changing = clients(hub.environment(tmp_path), tmp_path, cases)
-    assert alone["facts"]["streams"] == 2 and alone["facts"]["files"] == 3, alone
+def test_files_of_other_formats(results):
+    alone, changing = results["lines"], results["lines, changing ranks"]
+    assert alone["metadata"]["streams"] == 2 and alone["metadata"]["files"] == 3, alone
     assert alone["batches"] == changing["batches"] and "<|endoftext|>".join(texts_of(2)).startswith(
         decode(alone["valid"])
     )
@@ -206,44 +242,27 @@ def test_of_a_single_row_group_training_skips_what_is_held_out(tmp_path):
     assert "is one part, and all is held out: lower valid_tokens=1000000" in error["message"]
     held_out = decode(result["valid"]).split("<|endoftext|>")
     whole = [text for text in texts_of(0) if text in held_out]
-    assert result["facts"]["streams"] == 1 and whole
+    assert result["metadata"]["streams"] == 1 and whole
     first = decode(result["batches"][0][1][0])
     skipped = len(held_out)  # the last one held out is cut, and skipped too
     assert texts_of(0)[skipped].startswith(first[:20])
 
 
-def test_a_vocabulary_too_small_is_an_error_before_the_data_are_looked_up(hub, tmp_path):
-    before = len(hub.requests)
-    result = client(hub.environment(tmp_path), tmp_path, run={"vocab_size": 100})
+def test_a_vocabulary_too_small_is_an_error_before_the_data_are_looked_up(hub, results):
+    result = results["small vocabulary"]
     assert result["error"] == "ValueError"
     assert result["message"] == (
         "tokenizer EleutherAI/gpt-neox-20b has 257 entries but model.vocab_size is 100: "
         "set model.vocab_size to at least 257"
     )
-    assert not [path for _, path in hub.requests[before:] if "/datasets/" in path]
+    assert hub.requests and not [path for _, path in hub.requests if "never_looked_up" in path]
 
 
-def test_errors_before_training(hub, tmp_path):
-    expected = [
-        ({"path": "nobody/nothing"}, "the hub has no data set nobody/nothing"),
-        ({"path": "no/such/name"}, "data.path='no/such/name' is not a name of a data set"),
-        ({"name": "sample-1BT"}, "data set HuggingFaceFW/fineweb-edu (sample-1BT)"),
-        ({"split": "test"}, "split 'test'"),
-        ({"text": "body"}, "has no column 'body' (data.text); its columns: id, text, score"),
-        ({"text": "score"}, "column 'score' (data.text) holds int64, not text"),
-        ({"revision": "v9"}, "has no revision 'v9' (data.revision)"),
-        ({"tokenizer": "nobody/nothing"}, "data.tokenizer=nobody/nothing: the hub has no such model"),
-        ({"tokenizer": "HuggingFaceFW/other"}, "this model has no tokenizer.json"),
-        ({"streams": 0}, "data.streams=0 must be a whole number of at least 1"),
-        ({"streams": 1.5}, "data.streams=1.5 must be a whole number"),
-        ({"streams": True}, "data.streams=True must be a whole number"),
-        ({"shuffle": 0}, "data.shuffle=0 must be a whole number of at least 1"),
-        ({"retries": -1}, "data.retries=-1 must be a whole number of at least 0"),
-    ]
-    results = clients(hub.environment(tmp_path), tmp_path, [{"config": config} for config, _ in expected])
-    for (config, message), result in zip(expected, results, strict=True):
-        assert result.get("error") == "ValueError", (config, result)
-        assert message in result["message"] and "\n" not in result["message"], (config, result)
+@pytest.mark.parametrize(("config", "message"), WRONG, ids=[str(config) for config, _ in WRONG])
+def test_errors_before_training(results, config, message):
+    result = results[str(config)]
+    assert result.get("error") == "ValueError", result
+    assert message in result["message"] and "\n" not in result["message"]
 
 
 @pytest.mark.parametrize(
@@ -259,33 +278,29 @@ def test_no_hub(hub, tmp_path, name):
     assert name in result["message"] and "refused" in result["message"] and "\n" not in result["message"]
 
 
-def test_a_broken_file(hub, tmp_path):
-    path = hub.root / "datasets" / "HuggingFaceFW" / "fineweb-edu" / "sample" / "100BT" / "004.parquet"
-    kept = path.read_bytes()
-    path.write_bytes(kept[:200] + bytes(len(kept) - 200))  # not a parquet file any more
-    try:
-        result = client(hub.environment(tmp_path), tmp_path)
-    finally:
-        path.write_bytes(kept)
+def test_a_broken_file(results):
+    result = results["broken file"]
     assert result["error"] == "ConnectionError"
-    assert (
-        "data set HuggingFaceFW/fineweb-edu (sample-100BT): reading sample/100BT/004.parquet failed"
-        in result["message"]
-    )
+    assert "data set owner/broken: reading train-1.parquet failed" in result["message"]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not CORPUS.is_dir(), reason="needs the corpus")
-def test_the_corpus_under_the_name_of_fineweb_edu(tmp_path):
+@pytest.mark.parametrize("whole", [False, True], ids=["sample", "whole"])
+def test_the_corpus_under_the_name_of_fineweb_edu(tmp_path, whole):
+    if whole and not CORPUS.is_dir():
+        pytest.skip("needs the whole corpus")
+    paths = sorted(CORPUS.glob("train-*.parquet")) if whole else [SAMPLE]
+    files = [pq.ParquetFile(path) for path in paths]
+    groups = [(file, group) for file, shard in enumerate(files) for group in range(shard.num_row_groups)][:-1]
     root = build(tmp_path / "hub", [])
-    for path in CORPUS.glob("train-*.parquet"):
+    for path in paths:
         (root / "datasets/HuggingFaceFW/fineweb-edu/sample/100BT" / path.name).symlink_to(path)
     with Hub(root) as hub:
         result = client(hub.environment(tmp_path), tmp_path, legs=[(1, 3), (2, 2)])
-    assert result["facts"]["files"] == 8 and result["facts"]["streams"] == 31
+    assert result["metadata"]["files"] == len(paths) and result["metadata"]["streams"] == len(groups)
+    assert (len(paths), len(groups)) == ((8, 31) if whole else (1, 6))
     rows = np.array([row for _, batch in result["batches"] for row in batch])
     assert rows.shape == (60, T + 1) and rows.max() <= 256
-    file, group = divmod(int(permute(np.arange(31), 31, (0,))[0]), 4)
-    shard = pq.ParquetFile(sorted(CORPUS.glob("train-*.parquet"))[file])
-    window = shard.read_row_group(group, columns=["text"]).column(0)[:128].to_pylist()
+    file, group = groups[int(permute(np.arange(len(groups)), len(groups), (0,))[0])]
+    window = files[file].read_row_group(group, columns=["text"]).column(0)[:128].to_pylist()
     assert shuffled(window, 0, 0)[0].startswith(decode(rows[0].tolist())[:20])

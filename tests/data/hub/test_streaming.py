@@ -265,7 +265,7 @@ def test_closing_ends_what_waits():
     rows.load_state_dict({})
     assert rows.take([0])[0].tolist() == [b + 1 for b in b"one d"]
     rows.close()
-    thread = rows._streams[0].reader._thread
+    thread = rows._streams[0].prefetcher._thread
     thread.join(5)
     assert not thread.is_alive()
 

@@ -30,7 +30,7 @@ def folder(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     (tmp_path / "tokenizer.json").write_text(word_tokenizer_json())
     settings = {"train": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path / "tokenizer.json")}
-    preparation.prepare(tmp_path / "out", "files", settings, None, 300, 500)
+    preparation.prepare_shards(tmp_path / "out", "files", settings, None, 300, 500)
     return tmp_path / "out"
 
 
@@ -59,7 +59,7 @@ def test_rows_are_those_of_the_concatenated_shards(folder):
     taken = {tuple(row) for row in data.train.take(range(rows)).tolist()}
     assert taken == {tuple(ids[k * 20 : k * 20 + 21].tolist()) for k in range(rows)}
     np.testing.assert_array_equal(data.valid, read_tokens(folder / "valid_000000.bin")[:101])
-    assert data.facts["tokens"] == len(ids) and data.facts["held_out_tokens"] == 100
+    assert data.metadata["tokens"] == len(ids) and data.metadata["held_out_tokens"] == 100
     assert data.tokenizer.decode(data.valid[:6].tolist()) == "text 0"
     p = (np.bincount(ids, minlength=257) + 1) / (len(ids) + 257)
     assert data.unigram_loss == pytest.approx(-np.mean([math.log(p[t]) for t in data.valid[1:]]))
@@ -68,7 +68,7 @@ def test_rows_are_those_of_the_concatenated_shards(folder):
 def test_the_published_configuration(folder):
     settings = yaml.safe_load((CONFIG_DIR / "data" / "shards.yaml").read_text())
     data = instantiate(settings | {"path": str(folder)})(run=RUN)
-    assert data.facts["data"] == "shards"
+    assert data.metadata["data"] == "shards"
     with pytest.raises(ValueError, match=r"data\.path is not set"):
         instantiate(settings)(run=RUN)
 
@@ -94,14 +94,14 @@ def test_a_resume_needs_no_state_and_ranks_do_not_matter(folder):
 
 def test_other_data_have_other_content(folder, tmp_path):
     settings = {"train": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path / "tokenizer.json")}
-    preparation.prepare(tmp_path / "same", "files", settings, None, 300, 200)
-    preparation.prepare(tmp_path / "less", "files", settings, 2001, 300, 500)
-    preparation.prepare(tmp_path / "lesser", "files", settings, 2000, 300, 500)
+    preparation.prepare_shards(tmp_path / "same", "files", settings, None, 300, 200)
+    preparation.prepare_shards(tmp_path / "less", "files", settings, 2001, 300, 500)
+    preparation.prepare_shards(tmp_path / "lesser", "files", settings, 2000, 300, 500)
     content = {
-        name: shards(str(tmp_path / name), run=RUN).facts["content"] for name in ("out", "less", "lesser", "same")
+        name: shards(str(tmp_path / name), run=RUN).metadata["content"] for name in ("out", "less", "lesser", "same")
     }
     assert len({content["out"], content["less"], content["lesser"]}) == 3
-    assert shards(str(folder), run=replace(RUN, valid_tokens=50)).facts["content"] == content["out"]
+    assert shards(str(folder), run=replace(RUN, valid_tokens=50)).metadata["content"] == content["out"]
 
 
 def test_modded_nanogpt_folders_are_read_as_they_are(nanogpt):
@@ -112,9 +112,9 @@ def test_modded_nanogpt_folders_are_read_as_they_are(nanogpt):
     train = ids[500:2900]
     expected = sorted(train[k * 20 : k * 20 + 21].tolist() for k in range(data.train.rows))
     assert sorted(data.train.take(range(data.train.rows)).tolist()) == expected
-    before = data.facts["content"]
+    before = data.metadata["content"]
     write(folder / "fineweb_train_000003.bin", ids[:800])
-    assert shards(str(folder), tokenizer, run=RUN).facts["content"] != before
+    assert shards(str(folder), tokenizer, run=RUN).metadata["content"] != before
 
 
 def test_modded_nanogpt_folders_name_no_tokenizer(nanogpt):
@@ -176,7 +176,7 @@ AGAIN = ": copy it again, or prepare the shards again$"
         (lambda path: path.with_name("index.json").unlink(), r"index\.json is missing.* with tokenizer\.json" + AGAIN),
         (
             lambda path: path.with_name("index.json").rename(path.with_name("progress.json")),
-            r"is not finished: run the prepare_data command",
+            r"is not finished: run the `muown-train prepare` command",
         ),
         (
             lambda path: path.with_name("tokenizer.json").write_text(word_tokenizer_json("</s>")),
@@ -194,7 +194,7 @@ def test_another_tokenizer_is_refused(folder, tmp_path):
     (tmp_path / "other.json").write_text(word_tokenizer_json("</s>"))
     with pytest.raises(ValueError, match=r"made by tokenizer .* not by data\.tokenizer=.*other\.json"):
         shards(str(folder), str(tmp_path / "other.json"), run=RUN)
-    assert shards(str(folder), str(tmp_path / "tokenizer.json"), run=RUN).facts["vocabulary"] == 257
+    assert shards(str(folder), str(tmp_path / "tokenizer.json"), run=RUN).metadata["vocabulary"] == 257
     with pytest.raises(ValueError, match=r"data\.path=.*nowhere is not there: give the folder"):
         shards(str(tmp_path / "nowhere"), run=RUN)
     with pytest.raises(ValueError, match=r"data\.path=.*other\.json is a file: give the folder"):
@@ -218,5 +218,5 @@ def test_100_gigabytes_open_and_sample_at_once(nanogpt):
     seconds, peak = time.perf_counter() - begin, tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert data.train.rows == (count + 1600 - 1) // 1024 and rows.shape == (256, 1025)
-    assert len(set(data.train.numbers(range(10**7, 10**7 + 256)).tolist())) == 256
+    assert len(set(data.train.shuffle(range(10**7, 10**7 + 256)).tolist())) == 256
     assert seconds < 5 and peak < 20e6

@@ -1,6 +1,7 @@
-"""scripts/prepare_data.py: what it writes, and that whatever interrupts it changes nothing of that."""
+"""Preparation of shards: what it writes, and that whatever interrupts it changes nothing of that."""
 
 import errno
+import io
 import json
 import os
 
@@ -9,7 +10,8 @@ import pytest
 from filelock import FileLock
 
 from muown_train.data.shards import prepare
-from muown_train.data.shards import reader as document_source
+from muown_train.data.shards import reader as reader
+from muown_train.runtime.progress import StatusLine
 from tests.helpers.prepared import END, LIMITS, contents, documents_in, run, tokens_of
 from tests.helpers.text_files import word_tokenizer_json
 
@@ -63,7 +65,7 @@ def test_as_many_tokens_as_asked_for(source, tmp_path):
 def test_killed_while_reading(source, tmp_path, monkeypatch, limits):
     _, settings = source
     run(tmp_path / "whole", settings, **limits)
-    real = document_source.read_documents
+    real = reader.read_documents
     for stop in (3, 17, 31) if limits else (0, 17, 56, 89):
 
         def failing(paths, text, stop=stop):
@@ -74,8 +76,8 @@ def test_killed_while_reading(source, tmp_path, monkeypatch, limits):
 
         folder = tmp_path / f"cut{stop}"
         with monkeypatch.context() as patch:
-            patch.setattr(document_source, "read_documents", failing)
-            patch.setattr(document_source, "DOCUMENTS_AT_ONCE", 1)
+            patch.setattr(reader, "read_documents", failing)
+            patch.setattr(reader, "DOCUMENTS_AT_ONCE", 1)
             patch.setattr("muown_train.data.text.tokenizer.BATCH_DOCUMENTS", 1)
             with pytest.raises(Killed):
                 run(folder, settings, **limits)
@@ -246,4 +248,19 @@ def test_a_tokenizer_must_be_given(source, tmp_path):
     with pytest.raises(ValueError, match=r"data\.tokenizer is not set"):
         run(tmp_path / "out", source[1] | {"tokenizer": None})
     with pytest.raises(ValueError, match=r"target stdlib cannot be prepared; files, hub_stream can"):
-        prepare.prepare(tmp_path / "out", "stdlib", {})
+        prepare.prepare_shards(tmp_path / "out", "stdlib", {})
+
+
+def test_files_that_are_read_tell_the_time_left_if_the_total_is_not_known(monkeypatch):
+    clock = 100.0
+    monkeypatch.setattr("muown_train.runtime.progress.time.monotonic", lambda: clock)
+    log = io.StringIO()
+    tally = prepare._Tally(StatusLine(log, every=5.0, first=2.0), 1000, None)
+    for fraction_read in [0.0] * 9 + [0.125] * 8:  # nine seconds for an eighth of the files
+        clock += 1
+        for _ in range(100):
+            tally.add(10, fraction_read)
+    lines = log.getvalue().splitlines()
+    assert lines[:3] == ["going on after 1,000 tokens", "2,010 tokens", "7,010 tokens, 1,000 tokens/s"]
+    assert lines[3] == "12,010 tokens, 1,000 tokens/s, 1m08s left"  # of 10,000 / 0.125
+    assert lines[4] == "17,010 tokens, 1,000 tokens/s, 1m03s left"

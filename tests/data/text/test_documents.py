@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from muown_train.data.text.documents import expand, read_documents, read_labelled, well_formed
+from muown_train.data.text.documents import expand_globs, read_documents, read_with_labels, replace_surrogates
 
 TEXTS = ["one", "", "drei\r\nvier ü \U0001f600", "nul \x00 and bell \x07", "x" * 100_000]
 
@@ -36,21 +36,21 @@ def test_a_mix_is_read_in_the_order_of_names(tmp_path):
     for k, (name, write) in enumerate(WRITERS.items()):
         write(tmp_path / "deep" / "er" / name, [f"{k}a", f"{k}b"])
     (tmp_path / "deep" / "0.txt").write_bytes(b"\xef\xbb\xbfwith\r\nmark")
-    paths = expand([str(tmp_path / "**" / "*.*"), str(tmp_path / "deep" / "*.txt")])
+    paths = expand_globs([str(tmp_path / "**" / "*.*"), str(tmp_path / "deep" / "*.txt")])
     assert list(read_documents(paths)) == ["with\r\nmark"] + [f"{k}{c}" for k in range(5) for c in "ab"]
 
 
 def test_home_and_literal_names(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "odd[1].txt").write_text("odd")
-    assert expand("~/odd[1].txt") == [tmp_path / "odd[1].txt"]
-    assert expand("~/*.txt") == [tmp_path / "odd[1].txt"]
+    assert expand_globs("~/odd[1].txt") == [tmp_path / "odd[1].txt"]
+    assert expand_globs("~/*.txt") == [tmp_path / "odd[1].txt"]
 
 
 def test_other_column_and_null(tmp_path):
     pq.write_table(pa.table({"body": ["a", None, "b"]}), tmp_path / "a.parquet")
     (tmp_path / "b.jsonl").write_text('{"body": "c"}\n\n{"body": null}\n{"body": "d"}')
-    assert list(read_documents(expand(str(tmp_path / "*")), "body")) == list("abcd")
+    assert list(read_documents(expand_globs(str(tmp_path / "*")), "body")) == list("abcd")
 
 
 def test_several_frames_of_zstandard(tmp_path):
@@ -61,7 +61,7 @@ def test_several_frames_of_zstandard(tmp_path):
 def test_lone_surrogates_become_replacement_characters(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b \\ud83d\\ude00"}\n')
     assert list(read_documents([tmp_path / "a.jsonl"])) == ["a\ufffdb \U0001f600"]
-    assert well_formed("\udc00ok") == "\ufffdok"
+    assert replace_surrogates("\udc00ok") == "\ufffdok"
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,13 @@ def test_globs_that_cannot_be_meant(tmp_path):
     (tmp_path / "notes.pdf").touch()
     (tmp_path / "a.txt").touch()
     with pytest.raises(ValueError, match=r"data.valid: no file matches .*\*.csv"):
-        expand([str(tmp_path / "*.txt"), str(tmp_path / "*.csv")], "data.valid")
+        expand_globs([str(tmp_path / "*.txt"), str(tmp_path / "*.csv")], "data.valid")
     with pytest.raises(ValueError, match=r"notes.pdf is of an unknown kind; .*\.txt, \.jsonl.*\.parquet"):
-        expand(str(tmp_path / "*"))
+        expand_globs(str(tmp_path / "*"))
     with pytest.raises(ValueError, match="a folder: name the files in it"):
-        expand(str(tmp_path))
+        expand_globs(str(tmp_path))
     with pytest.raises(ValueError, match=r"data\.train must be a glob or a list of globs, but holds 5"):
-        expand([5])
+        expand_globs([5])
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
@@ -130,10 +130,10 @@ def test_labels(tmp_path, name):
         pq.write_table(pa.table({"dump": ["x", "y", "z"], "text": ["a", None, "c"]}), path)
         expected = [("a", "x"), ("c", "z")]
     (tmp_path / "b.txt").write_text("d")
-    assert list(read_labelled([path, tmp_path / "b.txt"], "text", "dump")) == [
+    assert list(read_with_labels([path, tmp_path / "b.txt"], "text", "dump")) == [
         *expected,
         ("d", str(tmp_path / "b.txt")),
     ]
-    assert list(read_labelled([path]))[1] == ("c", str(path))
+    assert list(read_with_labels([path]))[1] == ("c", str(path))
     with pytest.raises(ValueError, match=r"has no (key|column) 'source'"):
-        list(read_labelled([path], "text", "source"))
+        list(read_with_labels([path], "text", "source"))

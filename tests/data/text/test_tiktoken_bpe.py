@@ -13,15 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from muown_train.data.text import tiktoken_bpe as byte_bpe
+from muown_train.data.text import tiktoken_bpe
 from muown_train.data.text import tokenizer as module
-from muown_train.data.text.tiktoken_bpe import CHECK_TEXTS, QWEN2_WORDS, ByteBPE, json_of_gpt2_ranks, tokenizer_json
+from muown_train.data.text.tiktoken_bpe import (
+    CHECK_TEXTS,
+    QWEN2_WORDS,
+    ByteBPE,
+    build_tokenizer_json,
+    convert_gpt2_ranks,
+)
 from muown_train.data.text.tokenizer import HubTokenizer, load_tokenizer
 from muown_train.data.text.train_bpe import train_bpe
 from tests.helpers.paths import SHARED
+from tests.helpers.text_files import SAMPLE, unpack_tokenizer
 
-NEOX, QWEN2 = SHARED / "tokenizers/gpt_neox_20b_tokenizer.json", SHARED / "tokenizers/qwen2_tokenizer.json"
-GPT2 = SHARED / "tokenizers/gpt2.tiktoken"
 # As tiktoken ships it for GPT-2 (tiktoken_ext/openai_public.py, r50k).
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 QWEN2_SPLIT = {
@@ -136,7 +141,7 @@ class TestSameIds:
     def test_threads_change_nothing(self, name, monkeypatch):
         texts = [PROSE * (k % 5) + "é" * k for k in range(200)]
         alone = [ids.tolist() for ids in ours(name).encode_batch(texts)]
-        monkeypatch.setattr(module, "threads", lambda: 3)
+        monkeypatch.setattr(module, "count_threads", lambda: 3)
         monkeypatch.setattr(module, "THREADS_FROM", 1)
         monkeypatch.setattr(module, "THREAD_CHARACTERS", 500)
         assert [ids.tolist() for ids in ours(name).encode_batch(texts)] == alone
@@ -234,14 +239,14 @@ def test_tiktoken_would_differ_for_a_token_out_of_reach():
 
 
 def test_other_ids_on_the_check_text_are_a_reason_to_fall_back(monkeypatch):
-    right = byte_bpe.from_tokenizer_json
+    right = tiktoken_bpe.build_byte_bpe
 
     def wrong(raw, end_of_text):
         config = json.loads(raw)
         assert right(raw, end_of_text) is not None
         return right(json.dumps(config | {"normalizer": None}).encode(), end_of_text)
 
-    monkeypatch.setattr(byte_bpe, "from_tokenizer_json", wrong)
+    monkeypatch.setattr(tiktoken_bpe, "build_byte_bpe", wrong)
     tokenizer = HubTokenizer("nfc", json.dumps(variant("neox")).encode())
     assert tokenizer.backend == "tokenizers"
     assert_same_ids(tokenizer, theirs("neox"), list(CHECK_TEXTS))
@@ -249,7 +254,7 @@ def test_other_ids_on_the_check_text_are_a_reason_to_fall_back(monkeypatch):
 
 def ranks_of(config: dict) -> dict[bytes, int]:
     """Ranks 0, 1, ... of the small BPE, whose id 0 is <|endoftext|>: the single bytes come first."""
-    letters = byte_bpe.byte_alphabet()
+    letters = tiktoken_bpe.build_byte_alphabet()
     return {bytes(map(letters.__getitem__, t)): i - 1 for t, i in config["model"]["vocab"].items() if i}
 
 
@@ -261,9 +266,9 @@ def tiktoken_reference(ranks):
 
 def test_merges_are_recovered_from_ranks():
     config, ranks = variant("gpt2"), ranks_of(variant("gpt2"))
-    made = json.loads(tokenizer_json(ranks))
+    made = json.loads(build_tokenizer_json(ranks))
     assert [m.split(" ") for m in made["model"]["merges"]] == config["model"]["merges"]
-    tokenizer = HubTokenizer("ranks", tokenizer_json(ranks))
+    tokenizer = HubTokenizer("ranks", build_tokenizer_json(ranks))
     assert tokenizer.backend == "tiktoken" and tokenizer.end_of_text == len(ranks) == tokenizer.size - 1
     texts = [*ODD_TEXTS, *CHECK_TEXTS]
     assert [i.tolist() for i in tokenizer.encode_batch(texts)] == tiktoken_reference(ranks).encode_ordinary_batch(texts)
@@ -276,13 +281,15 @@ def test_files_of_ranks_that_are_no_gpt2(tmp_path, monkeypatch):
     def raw(ranks):
         return b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items())
 
-    with pytest.raises(ValueError, match=f"x.tiktoken has {len(ranks)} ranks; of .tiktoken files GPT-2's alone"):
-        json_of_gpt2_ranks("x.tiktoken", raw(ranks))
+    with pytest.raises(
+        ValueError, match=f"x.tiktoken has {len(ranks)} ranks; the only .tiktoken file that can be read is GPT-2's"
+    ):
+        convert_gpt2_ranks("x.tiktoken", raw(ranks))
     for line in [b"IQ==", b"IQ== x", b"!!! 3", b"a b c", b"\xff\xfe 1"]:
         with pytest.raises(ValueError, match=r"x\.tiktoken line 2 is not a token in base64 and its rank"):
-            json_of_gpt2_ranks("x.tiktoken", b"IQ== 0\n" + line)
-    monkeypatch.setattr(byte_bpe, "GPT2_RANKS", len(ranks))
-    assert json_of_gpt2_ranks("x.tiktoken", raw(ranks)) == tokenizer_json(ranks)
+            convert_gpt2_ranks("x.tiktoken", b"IQ== 0\n" + line)
+    monkeypatch.setattr(tiktoken_bpe, "GPT2_RANKS", len(ranks))
+    assert convert_gpt2_ranks("x.tiktoken", raw(ranks)) == build_tokenizer_json(ranks)
     (tmp_path / "x.tiktoken").write_bytes(raw(ranks))
     assert load_tokenizer(str(tmp_path / "x.tiktoken")).end_of_text == len(ranks)
     last = max(ranks, key=ranks.get)
@@ -292,7 +299,7 @@ def test_files_of_ranks_that_are_no_gpt2(tmp_path, monkeypatch):
         ({t: i for t, i in ranks.items() if t != last} | {b"\x00zq\xff": len(ranks) - 1}, "two earlier ones"),
     ]:
         with pytest.raises(ValueError, match=f"x.tiktoken: .*{words}"):
-            json_of_gpt2_ranks("x.tiktoken", raw(wrong))
+            convert_gpt2_ranks("x.tiktoken", raw(wrong))
     with pytest.raises(ValueError, match="there is no file"):
         load_tokenizer("gone.tiktoken")
 
@@ -300,58 +307,61 @@ def test_files_of_ranks_that_are_no_gpt2(tmp_path, monkeypatch):
 def test_threads_share_the_cores(monkeypatch):
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert module.threads() == 8
+    assert module.count_threads() == 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert module.threads() == 2
+    assert module.count_threads() == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
-    assert module.threads() == 1
+    assert module.count_threads() == 1
 
 
 def test_a_worker_process_encodes_with_one_thread():
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(module.threads) == 1
+        assert pool.apply(module.count_threads) == 1
 
 
 # The published tokenizers on real text.
 
 
-def corpus_texts(limit: int | None) -> list[str]:
+def read_texts(whole: bool) -> list[str]:
     import pyarrow.parquet as pq
 
-    files = sorted((SHARED / "corpus").glob("*.parquet"))
-    return [text for file in (files[:1] if limit else files) for text in pq.read_table(file)["text"].to_pylist()][
-        :limit
-    ]
+    files = sorted((SHARED / "corpus").glob("*.parquet")) if whole else [SAMPLE]
+    return [text for file in files for text in pq.read_table(file)["text"].to_pylist()]
 
 
-@pytest.mark.parametrize(
-    ("path", "limit"),
-    [
-        (NEOX, 300),
-        (QWEN2, 300),
-        pytest.param(NEOX, None, marks=pytest.mark.long),
-        pytest.param(QWEN2, None, marks=pytest.mark.long),
-    ],
-)
-def test_published_tokenizers_on_the_corpus(path, limit):
-    if not path.is_file() or not (SHARED / "corpus").is_dir():
-        pytest.skip("needs the published tokenizers and the corpus")
+def find_tokenizer(name, whole, tmp_path):
+    """Qwen2's file is too large for a fixture, and so is the whole corpus."""
+    if whole and not (SHARED / "corpus").is_dir():
+        pytest.skip("needs the whole corpus")
+    if "qwen2" not in name:
+        return unpack_tokenizer(name, tmp_path)
+    if not (SHARED / "tokenizers" / name).is_file():
+        pytest.skip(f"needs {name}")
+    return SHARED / "tokenizers" / name
+
+
+WHOLE = pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)], ids=["sample", "whole"])
+
+
+@WHOLE
+@pytest.mark.parametrize("name", ["gpt_neox_20b_tokenizer.json", "qwen2_tokenizer.json"])
+def test_published_tokenizers_on_the_corpus(name, whole, tmp_path):
+    path = find_tokenizer(name, whole, tmp_path)
     tokenizer, library = load_tokenizer(str(path)), reference(json.loads(path.read_text()))
     assert tokenizer.backend == "tiktoken" and tokenizer.size == library.get_vocab_size()
     assert tokenizer.end_of_text == library.token_to_id("<|endoftext|>")
-    texts = [*ODD_TEXTS, *CHECK_TEXTS, *corpus_texts(limit)]
+    texts = [*ODD_TEXTS, *CHECK_TEXTS, *read_texts(whole)]
     for start in range(0, len(texts), 100):
         assert_same_ids(tokenizer, library, texts[start : start + 100])
 
 
-@pytest.mark.parametrize("limit", [300, pytest.param(None, marks=pytest.mark.long)])
-def test_gpt2_on_the_corpus(limit):
-    if not GPT2.is_file() or not (SHARED / "corpus").is_dir():
-        pytest.skip("needs gpt2.tiktoken and the corpus")
-    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, GPT2.open("rb"))}
-    tokenizer, library = load_tokenizer(str(GPT2)), tiktoken_reference(ranks)
+@WHOLE
+def test_gpt2_on_the_corpus(whole, tmp_path):
+    path = find_tokenizer("gpt2.tiktoken", whole, tmp_path)
+    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, path.open("rb"))}
+    tokenizer, library = load_tokenizer(str(path)), tiktoken_reference(ranks)
     assert tokenizer.backend == "tiktoken" and tokenizer.end_of_text == 50256 and tokenizer.size == 50257
-    texts = [*ODD_TEXTS, *CHECK_TEXTS, *corpus_texts(limit)]
+    texts = [*ODD_TEXTS, *CHECK_TEXTS, *read_texts(whole)]
     for start in range(0, len(texts), 100):
         some = texts[start : start + 100]
         assert [ids.tolist() for ids in tokenizer.encode_batch(some)] == list(map(library.encode_ordinary, some))

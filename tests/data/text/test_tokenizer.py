@@ -7,11 +7,11 @@ from muown_train.data.text import tokenizer as module
 from muown_train.data.text.tokenizer import (
     HubTokenizer,
     check_vocabulary,
+    choose_dtype,
     encode_documents,
     load_tokenizer,
-    token_dtype,
 )
-from muown_train.data.text.train_bpe import spread, train_bpe
+from muown_train.data.text.train_bpe import sample_evenly, train_bpe
 from tests.helpers.text_files import ByteTokenizer, word_tokenizer_json
 
 TEXTS = ["the cat sat on the mat\n" * 40, "def f(x):\n    return x + 1\n" * 30, "naïve café — 東京"]
@@ -61,9 +61,9 @@ def test_long_texts_are_encoded_in_pieces_with_the_same_ids(bpe, monkeypatch):
     text = "".join(f"line {k} of it{chr(10) * (1 + k % 3)}{' ' * (k % 5)}" for k in range(500)) + "end"
     whole = ids_of(bpe, [text, "short"])
     monkeypatch.setattr(module, "PIECE", 100)
-    assert len(list(module._pieces(text))) > 20
+    assert len(list(module._split_text(text))) > 20
     assert ids_of(bpe, [text, "short"]) == whole
-    assert list(module._pieces("y" * 1000)) == ["y" * 1000]
+    assert list(module._split_text("y" * 1000)) == ["y" * 1000]
 
 
 @pytest.mark.parametrize("word", ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"])
@@ -115,12 +115,12 @@ def test_documents_end_with_end_of_text(texts):
 
 
 def test_dtype_is_wide_enough():
-    assert token_dtype(65536) == np.uint16 and token_dtype(65537) == np.uint32
+    assert choose_dtype(65536) == np.uint16 and choose_dtype(65537) == np.uint32
 
 
 def test_the_sample_is_spread_evenly():
     documents = [chr(97 + k) * 1_000_000 for k in range(10)]
-    taken = "".join(spread(lambda: iter(documents), 2_000_000))
+    taken = "".join(sample_evenly(lambda: iter(documents), 2_000_000))
     assert 1_900_000 < len(taken) < 2_100_000
     assert all(100_000 < taken.count(letter) < 300_000 for letter in "abcdefghij")
-    assert "".join(spread(lambda: iter(documents), 10**8)) == "".join(documents)
+    assert "".join(sample_evenly(lambda: iter(documents), 10**8)) == "".join(documents)
