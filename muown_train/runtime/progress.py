@@ -98,6 +98,9 @@ class StatusLine:
             TextColumn("[dim]{task.fields[left]}", table_column=one_line()),
             console=Console(file=self.stream),
             transient=self.transient,
+            # What others print goes above the line, unless it goes to a file.
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
         )
         progress.start()
         return progress

@@ -63,11 +63,14 @@ def test_on_a_terminal_one_line_is_replaced_and_vanishes(monkeypatch):
 
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
-    screen = Terminal()
+    screen, file = Terminal(), io.StringIO()
+    monkeypatch.setattr("sys.stdout", file)
     with StatusLine(screen) as line:
         line.show("[a] of [b]", 0.5, 90)
         line.print("a message [that stays]")
+        print("a result")
         line._progress.refresh()
+    assert file.getvalue() == "a result\n"
     shown = screen.getvalue()
     assert "[a] of [b]" in shown and "1m30s left" in shown and "a message [that stays]\n" in shown
     assert shown.endswith("\x1b[2K") or "\x1b[2K" in shown[shown.rindex("1m30s left") :]
