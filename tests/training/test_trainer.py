@@ -134,6 +134,14 @@ def test_another_lr_or_budget_takes_effect_on_resume(corpus, tmp_path):
     assert {line["train/lr"] for line in lines[7:]} == {0.001}
 
 
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory):
+    """The folder of a finished run of 4 steps, which no test may change."""
+    out = tmp_path_factory.mktemp("finished")
+    trained(corpus, out, "tokens=1024")
+    return out
+
+
 @pytest.mark.parametrize(
     "change, part",
     [
@@ -144,12 +152,11 @@ def test_another_lr_or_budget_takes_effect_on_resume(corpus, tmp_path):
         ("optim=muon", "optim._target_=muown_train.optim.Muown"),
     ],
 )
-def test_another_model_or_data_on_resume_is_an_error(corpus, tmp_path, change, part):
-    trained(corpus, tmp_path, "tokens=1024")
-    before = record(tmp_path)
+def test_another_model_or_data_on_resume_is_an_error(corpus, finished, change, part):
+    before = record(finished)
     with pytest.raises(ValueError, match=part):
-        trained(corpus, tmp_path, change, "tokens=2048")
-    assert record(tmp_path) == before
+        trained(corpus, finished, change, "tokens=2048")
+    assert record(finished) == before
 
 
 def record(out: Path) -> list[bytes]:
@@ -169,11 +176,10 @@ def test_other_texts_under_the_same_name_are_an_error(corpus, tmp_path):
     assert record(tmp_path) == before
 
 
-def test_the_record_of_a_finished_run_stays_as_it_was(corpus, tmp_path):
-    trained(corpus, tmp_path, "tokens=1024")
-    before = record(tmp_path)
-    trained(corpus, tmp_path, "tokens=1024", "optim.lr=0.5")
-    assert record(tmp_path) == before
+def test_the_record_of_a_finished_run_stays_as_it_was(corpus, finished):
+    before = record(finished)
+    trained(corpus, finished, "tokens=1024", "optim.lr=0.5")
+    assert record(finished) == before
 
 
 def test_a_step_with_a_gradient_that_is_not_finite_is_skipped(corpus, tmp_path):
