@@ -130,7 +130,7 @@ def _refine(M: Tensor, V: Tensor, sides: list[_Side]) -> None:
     M_back = _rotate_back(M, sides)
     for side in sides:
         turned = side.gram @ side.basis
-        order = (side.basis * turned).sum(0).argsort(descending=True)  # of the estimated eigenvalues
+        order = (side.basis * turned).sum(0).argsort(descending=True)  # the order of the estimated eigenvalues
         side.basis.copy_(torch.linalg.qr(turned[:, order]).Q)
         V.copy_(V.index_select(side.axis, order))
     M.copy_(_rotate(M_back, sides))

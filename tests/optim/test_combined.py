@@ -26,7 +26,7 @@ def step(optimizer, seed):
     optimizer.step()
 
 
-def test_steps_as_its_parts_would():
+def test_a_step_is_a_step_of_each_part():
     together, alone = make(), make()
     for seed in range(3):
         step(together, seed)
@@ -97,7 +97,7 @@ def test_a_state_dict_with_other_groups_is_refused():
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_copies_go_on_alike(again):
+def test_copies_continue_identically(again):
     optimizer = make()
     step(optimizer, 0)
     other = again(optimizer)

@@ -40,6 +40,6 @@ def test_mixed_dtypes_and_no_gradients():
 
 
 @pytest.mark.parametrize("key, value", [("betas", (0.9, 1.0)), ("betas", 0.9), ("lr", -1.0), ("weight_decay", None)])
-def test_options_that_cannot_be(key, value):
+def test_invalid_options(key, value):
     with pytest.raises(ValueError, match=key):
         Lion([{"params": [torch.nn.Parameter(torch.ones(2))], key: value}])

@@ -92,7 +92,7 @@ def test_state_dict_of_torchs_muon_loads():
     assert (p - q).norm() / (q - start).norm() < 0.1
 
 
-def test_scales():
+def test_lr_scales():
     p = torch.nn.Parameter(torch.randn(12, 4))
     optimizer = Muon([{"params": [p], "blocks": (4, 8)}])
     assert optimizer.get_lr_scales(optimizer.param_groups[0]) == [1.0, math.sqrt(2)]

@@ -1,4 +1,4 @@
-"""Muown against a naive reading of Algorithm 1, its invariants, and what happens at the edges."""
+"""Muown against a naive reading of Algorithm 1, its invariants, and its edge cases."""
 
 import math
 
@@ -30,7 +30,7 @@ def run(optimizer, p, grads):
 
 
 def naive(W, grads, lr, weight_decay=0.0, beta=0.95, nesterov=True, magnitude="adam"):
-    """Row by row, with explicit R and a projection matrix for each row: the paper, not our formulas."""
+    """Follow the paper, not our formulas: row by row, with explicit R and a projection matrix for each row."""
     m, n = W.shape
     W = W.clone()
     g = torch.stack([row.norm() for row in W])
@@ -246,7 +246,7 @@ def test_bfloat16_parameters_keep_float32_vectors():
     assert (p.float() - exact).norm() < 5 * rounding < 0.2 * (exact - q.float()).norm()
 
 
-def test_scales():
+def test_lr_scales():
     p = parameter(12, 4)
     optimizer = Muown([{"params": [p], "blocks": (4, 8)}])
     group = optimizer.param_groups[0]
@@ -314,7 +314,7 @@ def test_row_norm_schedule_is_algorithm_1_with_rows_of_r_lengthened():
 
 @pytest.mark.parametrize("magnitude", ["adam", "signum"])
 def test_magnitude_lr_scale(magnitude):
-    """g of one step is that of a learning rate so many times as large, and the directions do not feel it."""
+    """A step of g is that of a learning rate so many times as large; the directions stay the same."""
     p, q, s = (parameter(4, 6) for _ in range(3))
     (G,) = gradients(1, 4, 6)
     start = p.detach().norm(dim=1)
@@ -332,7 +332,7 @@ def test_magnitude_lr_scale(magnitude):
 @pytest.mark.parametrize(
     "schedule", [(2.5, 7), (0.0, 7, 1.2), (2.5, 0, 1.2), (2.5, 1.5, 1.2), (2.5, 7, 0.0), 2.5, "abc"]
 )
-def test_row_norm_schedules_that_cannot_be(schedule):
+def test_invalid_row_norm_schedules(schedule):
     with pytest.raises(ValueError, match="row_norm_schedule"):
         Muown([parameter(2, 3)], row_norm_schedule=schedule)
 

@@ -59,7 +59,7 @@ def test_gradients_vanish_at_the_rate_of_the_theorem():
         assert fast < 0.7 * slow  # four times the steps: half, and a constant
 
 
-def test_what_it_does_not_have_is_an_error():
+def test_unsupported_options_are_errors():
     with pytest.raises(ValueError, match=r"'w'.*1 of 3 rows are zero"):
         MuownSign([("w", torch.nn.Parameter(torch.eye(3, 4) * torch.tensor([[1.0], [0.0], [1.0]])))])
     for key, value in (("magnitude_lr", -1.0), ("weight_decay", 0.1), ("nesterov", True)):

@@ -28,7 +28,7 @@ def polar(X):
 
 
 def normalized(O, v, beta2):  # noqa: E741
-    """NorMuon's Algorithm 1, row by row; v is a list, changed in place."""
+    """Apply NorMuon's Algorithm 1 row by row; v is a list that changes in place."""
     rows = []
     for i, row in enumerate(O):
         v[i] = beta2 * v[i] + (1 - beta2) * float((row**2).mean())

@@ -49,7 +49,7 @@ def test_roles():
     assert list(untied) == [name for name, _ in Model(tied=False).named_parameters()]
 
 
-def test_wrappers_do_not_show():
+def test_wrappers_do_not_change_names():
     class Wrapper(nn.Module):  # as DistributedDataParallel
         def __init__(self, module):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Sharded over real gloo ranks: what the replicated optimizer gives, with a share of its state on each rank."""
+"""Sharding over real gloo ranks: the results of the replicated optimizer, with a share of its state on each rank."""
 
 import copy
 import io
@@ -82,7 +82,7 @@ def parameters(optimizer):
 
 
 def train(optimizer, steps):
-    """Steps number `steps` on gradients that depend on the number alone, clipped; m3 has none at step 2."""
+    """Take the steps with these numbers on clipped gradients that depend on the number alone; m3 has none at step 2."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for i, p in enumerate(parameters(optimizer)):
@@ -95,7 +95,7 @@ def train(optimizer, steps):
 
 
 def deviation(one, two):
-    """Largest difference, relative to the largest weight of the matrix."""
+    """Return the largest difference, relative to the largest weight of the matrix."""
     pairs = zip(parameters(one), parameters(two), strict=True)
     return max(((p - q).abs().max() / q.abs().max()).item() for p, q in pairs)
 
@@ -105,7 +105,7 @@ def elements(optimizer):
 
 
 def _compare(world):
-    """Per case: deviation from the replica, both counts of state, state dict, weights."""
+    """Return for each case the deviation from the replica, both sizes of the state, the state dict and the weights."""
     found = {}
     for name, make in CASES.items():
         replica, sharded = make(), make()
@@ -126,7 +126,7 @@ def _compare(world):
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def compared(request):
-    """What each rank of 2 or 3 found."""
+    """The results of `_compare` on each rank of 2 or 3."""
     return on_ranks(request.param, _compare)
 
 
@@ -165,7 +165,7 @@ def test_the_union_loads_into_an_unsharded_optimizer(compared, name):
 
 
 def _load(world):
-    """Deviation after a full state dict of an unsharded optimizer was loaded into sharded ones."""
+    """Return the deviation after the full state dict of an unsharded optimizer is loaded into sharded ones."""
     found = {}
     for name in ("muown svd float64", "adamw fused", "muown", "torch muon", "soap", "lion"):
         whole, sharded = CASES[name](), CASES[name]()
@@ -183,7 +183,7 @@ def _load(world):
 
 
 def _closure(world):
-    """A closure is evaluated once, with all gradients; gradients of others are there after the step too."""
+    """Check that a closure runs once with all gradients, and that no gradient is missing after the step."""
     found = {}
     for name in ("adamw fused", "muown svd float64", "torch muon"):
         replica, sharded = CASES[name](), shard(CASES[name]())
@@ -244,7 +244,7 @@ def _several(world):
 
 
 def _layout(world):
-    """Strides, ties and neighbours survive the move into flat buffers."""
+    """Return whether strides survive the move into flat buffers."""
     a = torch.nn.Parameter(torch.randn(6, 4).t())
     b = torch.nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
     c = torch.nn.Parameter(torch.randn(2, 3).expand(4, 2, 3).clone())
@@ -259,7 +259,7 @@ def _layout(world):
 
 
 def _own_group(world):
-    """In a group of one rank each the optimizer is what it was, whatever the other rank does."""
+    """Shard in a process group of one rank each: the optimizer is unchanged, whatever the other rank does."""
     groups = [torch.distributed.new_group([rank]) for rank in range(world.size)]
     torch.manual_seed(world.rank)
     own = torch.optim.SGD([torch.nn.Parameter(torch.randn(3))], lr=0.1)
@@ -272,7 +272,7 @@ def _own_group(world):
 
 
 def _order(world):
-    """Messages under way before AdamW's work, after it, and after the step."""
+    """Return how many messages are on their way before AdamW's work, after it, and after the step."""
     optimizer = shard(muown())
     adamw, seen = optimizer.optimizers[1], []
 
@@ -288,7 +288,7 @@ def _order(world):
 
 @pytest.fixture(scope="module")
 def several():
-    """What two ranks found in all of `_several`."""
+    """The results of `_several` on two ranks."""
     return on_ranks(2, _several)
 
 
@@ -320,7 +320,7 @@ def test_closures(several):
         ("moved", "'m0' is no longer where shard"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(several, case, part):
+def test_error_messages(several, case, part):
     for rank in several:
         assert part in rank[2][case]
 
@@ -334,7 +334,7 @@ def test_matrices_travel_while_adamw_works(several):
         assert rank[5] == [2, 4, 0]
 
 
-def test_a_process_group_of_ones_own(several):
+def test_own_process_group(several):
     for rank in several:
         assert rank[4][0] == 0 and "not in the process_group" in rank[4][1]
 

@@ -39,7 +39,7 @@ def test_transposing_a_problem_transposes_its_solution():
 
 
 @pytest.mark.parametrize("shape", [(7,), (), (2, 3, 4), (5, 6)])
-def test_what_is_not_preconditioned_takes_adam_after_the_first_gradient(shape):
+def test_parameters_without_preconditioner_take_adam_after_the_first_gradient(shape):
     p, grads = torch.nn.Parameter(randn(*shape)), randn(8, *shape, seed=1)
     q = torch.nn.Parameter(p.detach().clone())
     optimizer = SOAP([p], lr=0.1, eps=1e-15, max_precondition_dim=4)  # eps is added at another place than in Adam
@@ -49,7 +49,7 @@ def test_what_is_not_preconditioned_takes_adam_after_the_first_gradient(shape):
     assert optimizer.state[p].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
-def test_without_bias_correction_the_first_update_is_smaller():
+def test_without_bias_correction_the_first_step_is_smaller():
     moves = []
     for correct_bias in (True, False):
         p = torch.nn.Parameter(randn(4, 4))
@@ -120,7 +120,7 @@ def test_blocks_are_separate_matrices(blocks):
     [("precondition_frequency", 0), ("precondition_frequency", 2.5), ("max_precondition_dim", -1), ("eps", 0.0),
      ("correct_bias", 1), ("betas", (0.9,)), ("blocks", (3, 3)), ("blocks", (4, 0)), ("blocks", 4)],
 )  # fmt: skip
-def test_options_that_cannot_be(key, value):
+def test_invalid_options(key, value):
     with pytest.raises(ValueError, match=key):
         SOAP([{"params": [torch.nn.Parameter(randn(4, 3))], key: value}])
 

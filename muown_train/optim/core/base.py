@@ -147,7 +147,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         """
         options: list[Group] = []
         saved: dict[Tensor, State] = {}
-        own = {p: state for p, state in self.state.items() if state}  # of a sharded optimizer: this rank's share
+        own = {p: state for p, state in self.state.items() if state}  # a sharded optimizer has only its share
 
         def check(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
             options.extend(self._merge_options(state_dict["param_groups"]))

@@ -14,7 +14,7 @@ def randn(*shape, dtype=torch.float64, seed=0):
 
 
 def polynomial_of_singular_values(X, steps, coefficients):
-    """Newton-Schulz applied to the singular values alone, which is what the iteration amounts to."""
+    """Apply Newton-Schulz to the singular values alone, which is what the iteration amounts to."""
     a, b, c = coefficients
     U, S, Vh = torch.linalg.svd(X, full_matrices=False)
     s = S / S.norm()

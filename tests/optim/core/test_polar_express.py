@@ -28,7 +28,7 @@ def evaluate(quintic, x):
 
 
 def interior_extrema(quintic):
-    """The two positive roots of the derivative a + 3 b x^2 + 5 c x^4."""
+    """Return the two positive roots of the derivative a + 3 b x^2 + 5 c x^4."""
     a, b, c = quintic
     root = math.sqrt(9 * b * b - 20 * a * c)
     return math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))

@@ -1,4 +1,4 @@
-"""Updates left out on the device: everything is as if the host had known of them."""
+"""Steps skipped on the device: everything is as if the host had skipped them."""
 
 import copy
 import math
@@ -13,7 +13,7 @@ from muown_train.optim.core.matrix import MatrixOptimizer
 from tests.helpers.ranks import on_ranks
 
 SHAPES = [(12, 6), (4, 6), (6, 4), (4, 6)]  # the first fused of three
-STEPS, MISSING = 9, 4  # the last parameter has no gradient in update 4
+STEPS, MISSING = 9, 4  # the last parameter has no gradient in step 4
 BAD = {"first": {0, 1}, "middle": {4}, "consecutive": {2, 3, 4, 7}, "all": set(range(STEPS))}
 
 
@@ -70,16 +70,16 @@ def of(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def step(optimizer, update, bad):
-    """An update; of a bad one the gradient is no number in one place, or in all."""
-    generator = torch.Generator().manual_seed(update)
+def step(optimizer, number, bad):
+    """Take a step; the gradient of a bad one is inf or NaN in one element or in all."""
+    generator = torch.Generator().manual_seed(number)
     for i, p in enumerate(of(optimizer)):
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        if update in bad and (i == 0 or update % 2):
-            p.grad.view(-1)[0 if i == 0 else slice(None)] = math.inf if update % 3 else math.nan
-        if (i, update) == (len(SHAPES) - 1, MISSING):
+        if number in bad and (i == 0 or number % 2):
+            p.grad.view(-1)[0 if i == 0 else slice(None)] = math.inf if number % 3 else math.nan
+        if (i, number) == (len(SHAPES) - 1, MISSING):
             p.grad = None
-    skip_step.step_or_skip(optimizer, torch.tensor(float(update in bad)))
+    skip_step.step_or_skip(optimizer, torch.tensor(float(number in bad)))
 
 
 def run(make, bad, on_device, compiled=False):
@@ -88,11 +88,11 @@ def run(make, bad, on_device, compiled=False):
         optimizer.compile()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(skip_step, "can_read_without_sync", lambda skip: not on_device)
-        for update in range(STEPS):
+        for number in range(STEPS):
             before = copy.deepcopy([p.data for p in of(optimizer)])
-            step(optimizer, update, bad)
+            step(optimizer, number, bad)
             still = [torch.equal(p, q) for p, q in zip(of(optimizer), before, strict=True)]
-            assert all(still) == (update in bad) or isinstance(optimizer, SOAP), update
+            assert all(still) == (number in bad) or isinstance(optimizer, SOAP), number
     return optimizer
 
 
@@ -107,19 +107,19 @@ def check_same(one, two):
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("case", CASES)
-def test_the_device_does_as_the_host(case, bad):
+def test_skipping_on_the_device_equals_skipping_on_the_host(case, bad):
     assert skip_step.can_skip_on_device(CASES[case]()) == (case in ON_DEVICE)
     check_same(run(CASES[case], BAD[bad], True), run(CASES[case], BAD[bad], False))
 
 
-def test_it_is_the_device_that_does(monkeypatch):
-    """After the first update no flag of an optimizer that heeds it is read."""
+def test_the_host_does_not_read_the_flag(monkeypatch):
+    """After the first step the host reads no flag of an optimizer that can skip on the device."""
     flags = []
     monkeypatch.setattr(MatrixOptimizer, "_step_batch", lambda self, batch, skip: flags.append(skip))
     optimizer = Muown(parameters()[:1])
     monkeypatch.setattr(skip_step, "can_read_without_sync", lambda skip: False)
-    for update in range(4):
-        step(optimizer, update, {0, 2})
+    for number in range(4):
+        step(optimizer, number, {0, 2})
     assert flags[0] is None and [bool(flag) for flag in flags[1:]] == [True, False]
     assert "found_inf" not in vars(optimizer)
 
@@ -150,7 +150,9 @@ def test_chunks_cover_all_parameters(monkeypatch):
 
 
 def sharded(world):
-    both = [run(lambda: shard(combined(fused=True)), BAD["consecutive"] | {0}, gated) for gated in (True, False)]
+    both = [
+        run(lambda: shard(combined(fused=True)), BAD["consecutive"] | {0}, on_device) for on_device in (True, False)
+    ]
     check_same(*both)
     return [p.data for p in of(both[0])], len(both[0].state)
 
@@ -164,12 +166,12 @@ def test_sharded():
 
 @pytest.mark.parametrize("kind", [Muown, Muon, NorMuon, NorMuown, Lion])
 def test_no_step_asks_the_device_for_a_number(kind):
-    """The device "meta" has none to give."""
+    """The device "meta" has no numbers to give."""
     p, skip = torch.nn.Parameter(torch.empty(12, 6, device="meta")), torch.empty((), device="meta")
     optimizer = kind([{"params": [p], "blocks": (4, 4, 4)}], lr=0.1)
     p.grad = torch.empty_like(p)
     if kind is not Lion:
-        with pytest.raises(RuntimeError, match="meta"):  # before the first update the flag is read
+        with pytest.raises(RuntimeError, match="meta"):  # before the first step the host reads the flag
             skip_step.step_or_skip(optimizer, skip)
         optimizer.state[p]["step"].fill_(1)
     for _ in range(3):

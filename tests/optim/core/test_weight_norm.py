@@ -14,7 +14,7 @@ from muown_train.optim.core.weight_norm import (
 
 
 def parts(seed, *shape):
-    """R, g with both signs, and r = ||R||_row."""
+    """Return R, g with both signs, and r = ||R||_row."""
     generator = torch.Generator().manual_seed(seed)
     R = torch.randn(*shape, dtype=torch.float64, generator=generator)
     g = torch.randn(shape[:-1], dtype=torch.float64, generator=generator)
@@ -23,7 +23,7 @@ def parts(seed, *shape):
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 999), st.integers(1, 6), st.integers(1, 6), st.booleans())
-def test_there_and_back(seed, m, n, batched):
+def test_weight_and_direction_are_inverses(seed, m, n, batched):
     R, g, r = parts(seed, *((3, m, n) if batched else (m, n)))
     W = direction_to_weight(R, g, r)
     torch.testing.assert_close(row_norms(W), g.abs())

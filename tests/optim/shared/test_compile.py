@@ -70,7 +70,7 @@ def check_compiled_steps(case, **compile_options):
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_combination_compiles_the_parts_that_can_be():
+def test_combined_compiles_the_parts_that_support_it():
     def combined():
         torch.manual_seed(0)
         matrix, vector = torch.nn.Parameter(torch.randn(4, 8)), torch.nn.Parameter(torch.randn(4))

@@ -123,7 +123,7 @@ def test_state_dict_round_trip_through_json(kind, options, done, dtype):
 
 @pytest.mark.parametrize("kind, options", VARIANTS)
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_copies_go_on_alike(kind, options, again):
+def test_copies_continue_identically(kind, options, again):
     optimizer = kind([parameter(4, 6)], lr=0.05, **options)
     steps(optimizer, range(2))
     other = again(optimizer)
@@ -228,7 +228,7 @@ def test_groups_added_later(kind):
 
 @each
 @pytest.mark.parametrize("key, value", [("lr", -0.1), ("lr", float("nan")), ("lr", "fast"), ("weight_decay", -1.0)])
-def test_hyper_parameters_that_cannot_be(kind, key, value):
+def test_invalid_hyperparameters(kind, key, value):
     with pytest.raises(ValueError, match=f"{key}.*{value}"):
         kind([{"params": [parameter(2, 3)], key: value}])
 
@@ -241,6 +241,7 @@ def test_sparse_gradients_are_refused_before_anything_moves(kind):
     with pytest.raises(ValueError, match=r"'lookup'.*dense"):
         optimizer.step()
     assert torch.equal(p, before)
+    assert optimizer.state[p].get("step", 0) == 0
 
 
 @each
@@ -248,6 +249,8 @@ def test_a_parameter_has_one_owner(kind):
     p = parameter(2, 3)
     with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ValueError, match="twice"):
         kind([p, p])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        kind([{"params": [p]}, {"params": [p]}])
 
 
 @pytest.mark.parametrize("kind", MATRIX)

@@ -1,4 +1,4 @@
-"""Loading a state dict: torch's hooks see it in torch's order, and what does not fit changes nothing."""
+"""Loading a state dict: torch's hooks see it in torch's order, and one that does not fit changes nothing."""
 
 import copy
 import io
@@ -23,7 +23,7 @@ def optimizer(kind, **options):
 
 
 def big_state(made):
-    """Of the one parameter: a tensor of its shape or rows."""
+    """Return a tensor from the state of the only parameter that has its shape or one number per row."""
     (state,) = made.state.values()
     return next(value for key, value in state.items() if key != "step")
 
@@ -58,7 +58,7 @@ def test_post_hooks_have_the_last_word(kind):
 @pytest.mark.parametrize(
     "option, message", [({"lr": "x"}, "lr must be"), ({"betas": (2.0, 0.9)}, "betas"), ({"momentum": 1.0}, "momentum")]
 )
-def test_options_that_cannot_be_change_nothing(kind, option, message):
+def test_invalid_options_change_nothing(kind, option, message):
     made, _ = optimizer(kind)
     if not option.keys() <= made.param_groups[0].keys():
         pytest.skip("no such option")
@@ -108,7 +108,7 @@ def test_numpys_numbers_and_tensors_are_saved_as_pythons():
 
 
 @pytest.mark.parametrize("betas", [{0.9, 0.95}, {0.9: 1, 0.95: 2}, "ab", 0.9])
-def test_what_has_no_order_is_no_sequence(betas):
+def test_unordered_betas_are_refused(betas):
     with pytest.raises(ValueError, match="betas must be 2 numbers"):
         optimizer(Muown, betas=betas)
 
