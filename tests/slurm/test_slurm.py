@@ -1,11 +1,11 @@
 """slurm/train.sbatch and slurm/sweep.sbatch on a real cluster of two nodes."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.paths import COMMAND
 from tests.helpers.runs import SMALL, losses, metrics
 from tests.slurm.conftest import Job, missing, wait_for
 
@@ -157,7 +157,7 @@ def test_a_sweep_trains_each_combination_once(cluster, corpus, tmp_path):
 def test_an_experiment_is_an_array_of_its_runs(cluster, corpus, tmp_path):
     """The grid of an experiment is submitted, once, and then lists as done."""
     data = ("data=files", f"data.train={corpus}/*.txt", f"cache={corpus}/cache", f"out={tmp_path}")
-    script = (sys.executable, "scripts/reproduce.py", "experiment=500m_magnitude", "scale=tiny", "points=1", *data)
+    script = (*COMMAND, "reproduce", "experiment=500m_magnitude", "scale=tiny", "points=1", *data)
     options = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=10")
     printed = cluster.command(*script, "action=submit", "jobs=2", *options, "--hold", f"--output={tmp_path}/%a")
     job = Job(cluster, printed.split()[-1], tmp_path / "0")

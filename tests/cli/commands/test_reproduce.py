@@ -95,7 +95,7 @@ def test_a_plan(reproduce, tmp_path):
     fill(tmp_path / "500m_magnitude", grid.expand()[:3], lambda point: 14.0)
     status, said = reproduce("experiment=500m_magnitude", "action=plan", f"out={tmp_path}")
     assert status == 0 and said.count("511,371,520 parameters: embedding 64,358,400") == 3
-    assert "19,073 updates of 524,288, on each of 4 GPUs 8 micro-batches of 8 x 2048 tokens" in said
+    assert "19,073 steps of 524,288, on each of 4 GPUs 8 micro-batches of 8 x 2048 tokens" in said
     assert re.search(r"memory of each GH200-96GB: [\d.]+ GiB of 88.90\n", said)
     total, left = map(
         float, re.search(r"9 runs: ([\d.]+) GPU hours on 4 x GH200-96GB.*; ([\d.]+) of them", said).groups()
@@ -108,7 +108,7 @@ def test_a_plan(reproduce, tmp_path):
     hours = flops / (0.5 * 8 * 989e12) / 3600
     assert float(re.search(r"a run: ([\d.]+) hours", said)[1]) == pytest.approx(hours, rel=0.01)
     _, said = reproduce("experiment=qwen2_0_5b", "action=plan", "points=1", "series=muon_wd0")
-    assert re.search(r"memory of each GH200-96GB: [\d.]+ GiB of 88.90\n", said) and "by a roofline" in said
+    assert re.search(r"memory of each GH200-96GB: [\d.]+ GiB of 88.90\n", said) and "at the MFU that" in said
 
 
 @pytest.mark.parametrize(
@@ -194,6 +194,19 @@ def test_a_damaged_run_counts_for_nothing_and_holds_nothing_up(
     monkeypatch.setattr(command, "ARCHIVE", tmp_path / "archive")
     kept = reproduce(*words, "action=archive")[1]
     assert [path.name for path in (tmp_path / "archive").glob("*")] == [second.name], kept
+
+
+@pytest.mark.parametrize("action", ["submit", "archive"])
+def test_an_installed_package_says_what_needs_a_clone(reproduce, capsys, tmp_path, monkeypatch, action):
+    """Listing and planning work without one."""
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(command, "ARCHIVE", tmp_path / "docs" / "results" / "runs")
+    words = ("experiment=2_7b", "points=1", "seeds=1", f"out={tmp_path}/runs")
+    assert reproduce(*words)[1].endswith("3 runs: 3 missing\n")
+    with pytest.raises(SystemExit) as stopped:
+        reproduce(*words, f"action={action}")
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: action={action} needs a clone of the repository, since slurm/")
 
 
 def test_help_names_the_experiments(reproduce):
