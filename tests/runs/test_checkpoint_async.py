@@ -266,13 +266,14 @@ def test_killed_in_the_middle_of_writing_a_file(tmp_path, size):
 
 def test_a_program_that_ends_while_writing_ends_at_once(tmp_path):
     code = """if True:
-        import sys, time, torch
+        import sys, torch
         from pathlib import Path
+        from types import SimpleNamespace
         from muown_train.runs.checkpoint import Checkpoints
         from muown_train.runtime.distributed import World
-        from tests.runs.test_checkpoint import Box
         checkpoints = Checkpoints(Path(sys.argv[1]), World(0, 1, torch.device("cpu")))
-        checkpoints.save(1, {"x": Box({"w": torch.ones(50_000_000)})})
+        state = {"w": torch.ones(50_000_000)}
+        checkpoints.save(1, {"x": SimpleNamespace(state_dict=lambda: state)})
         assert checkpoints._writer.is_alive()
     """
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)

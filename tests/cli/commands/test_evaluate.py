@@ -13,17 +13,14 @@ import torch.nn.functional as F
 from muown_train.analysis import scoring
 from muown_train.cli.commands.evaluate import main
 from muown_train.data.shards.prepare import prepare_shards
-from muown_train.data.text.eval_texts import count_token_bytes, encoded, read_eval_text
+from muown_train.data.text.eval_texts import count_token_bytes, encode_sources, read_eval_text
 from muown_train.data.text.tokenizer import HubTokenizer, load_tokenizer
 from muown_train.data.token_file import read_tokens
 from muown_train.runs.saved_run import open_run
-from tests.helpers.paths import SHARED
 from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import metrics, trained
-from tests.helpers.text_files import word_tokenizer_json
+from tests.helpers.text_files import find_tokenizer, word_tokenizer_json
 from tests.models.test_gpt import as_llama
-
-TOKENIZERS = SHARED / "tokenizers"
 
 
 @pytest.fixture(scope="module")
@@ -244,11 +241,12 @@ def test_few_blocks_have_no_interval():
     assert scoring.estimate_ratio(np.array([2.0, 4.0]), np.array([1, 1])) == (3.0, None)
 
 
-@pytest.mark.parametrize("name", ["gpt2.tiktoken", "gpt_neox_20b_tokenizer.json", "qwen2_tokenizer.json"])
-def test_bytes_of_tokens(name):
-    if not (TOKENIZERS / name).exists():
-        pytest.skip(f"no shared/tokenizers/{name} here")
-    check_bytes(load_tokenizer(str(TOKENIZERS / name)))
+SLOW_QWEN2 = pytest.param("qwen2_tokenizer.json", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", ["gpt2.tiktoken", "gpt_neox_20b_tokenizer.json", SLOW_QWEN2])
+def test_bytes_of_tokens(name, tmp_path):
+    check_bytes(load_tokenizer(str(find_tokenizer(name, tmp_path))))
 
 
 def check_bytes(tokenizer):

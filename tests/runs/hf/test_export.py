@@ -23,12 +23,11 @@ from muown_train.runs.hf.folder import read_transformers_folder
 from muown_train.runs.hf.import_hf import import_folder
 from muown_train.runs.saved_run import open_run, write_run
 from muown_train.runtime.distributed import World
-from tests.helpers.paths import SHARED
 from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import trained
+from tests.helpers.text_files import find_tokenizer
 
 transformers = pytest.importorskip("transformers")
-SHARED = SHARED / "tokenizers"
 TEXTS = (
     "The kaban of lodor has 7 mifils.",
     "def f(x):\n    return {'a': [x, 1_000.5e-3]}\r\n\t\t# tabs   and   spaces \n\n\n",
@@ -125,9 +124,8 @@ def with_tokenizer(run: Path, out: Path, raw: bytes, size: int) -> Path:
     ],
 )
 def test_ids_of_known_tokenizers(run, tmp_path, name, size):
-    if not SHARED.exists():
-        pytest.skip("no shared/tokenizers here")
-    folder = with_tokenizer(run, tmp_path / "other", read_tokenizer(str(SHARED / name)), size)
+    path = find_tokenizer(name, tmp_path)
+    folder = with_tokenizer(run, tmp_path / "other", read_tokenizer(str(path)), size)
     assert_same_ids(folder / "hf", open_run(folder).load_tokenizer())
 
 
