@@ -16,7 +16,7 @@ def model(activation_checkpointing: int) -> GPT:
 
 
 def loss_and_gradients(model: nn.Module, autocast: bool = False) -> list[Tensor]:
-    """Of three rows, one position of which does not count."""
+    """Return the loss and the gradients of three rows; one position does not count."""
     model.zero_grad(set_to_none=True)
     ids = torch.randint(0, 97, (3, 65), generator=torch.Generator().manual_seed(1))
     targets = ids[:, 1:].clone()
@@ -73,7 +73,7 @@ def test_a_number_of_blocks_that_cannot_be(value):
 @pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiled_the_numbers_are_the_same_and_the_memory_is_less(autocast):
-    """With the graphs that the default backend would get; what it makes of them takes minutes."""
+    """The backend stops at the graphs that the default one would get, since compiling them takes minutes."""
     found, peaks = [], []
     for blocks in (0, 3):
         torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""What holds for every architecture."""
+"""Every architecture is causal, checks its settings, and gives the same logits with a cache."""
 
 import math
 from functools import partial

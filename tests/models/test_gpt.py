@@ -7,10 +7,10 @@ import torch
 from omegaconf import OmegaConf
 
 from muown_train.models.gpt import GPT, compute_mlp_hidden
-from tests.helpers.paths import ROOT, SHARED
+from tests.helpers.paths import FIXTURES, ROOT
 
 CONFIGS = ROOT / "configs"
-# shared/paper/targets.yaml; they follow from the paper's description of the models
+# numbers of parameters, which follow from the paper's description of the models
 PAPER = {
     "67m": 66_650_624,
     "124m": 123_568_896,
@@ -96,11 +96,8 @@ def test_parameter_counts_of_the_paper(name):
     assert sum(p.numel() for p in model.parameters()) == PAPER[name]
 
 
-def test_counts_are_those_of_the_shared_targets():
-    targets = SHARED / "paper" / "targets.yaml"
-    if not targets.exists():
-        pytest.skip("no shared/paper here")
-    models = OmegaConf.load(targets).models
+def test_counts_are_those_of_the_paper():
+    models = OmegaConf.load(FIXTURES / "paper_targets.yaml").models
     assert {name: model.parameters for name, model in models.items()} == PAPER
 
 

@@ -1,12 +1,12 @@
 """Qwen2: against transformers' Llama with biases, the published sizes, roles, a cache of ours, no transformers."""
 
 import math
-import subprocess
 import sys
 
 import pytest
 import torch
 
+from muown_train.cli.main import main
 from muown_train.config.instantiate import bind_target
 from muown_train.models.attention import KeyValueCache
 from muown_train.optim import param_groups, parameter_roles
@@ -23,7 +23,7 @@ def small(**changes) -> Qwen2:
 
 
 def moved(model: Qwen2) -> Qwen2:
-    """With gains and biases that would show a mistake."""
+    """Change gains and biases, so that they would show a mistake."""
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.05)
@@ -93,7 +93,7 @@ def test_a_cache_gives_the_logits_of_the_whole(parts, autocast, tolerance):
 
 
 def test_compiled_it_makes_no_mask():
-    """Which would keep it from FlashAttention: transformers' own attention makes one there, with torch before 2.14."""
+    """A mask would keep it from FlashAttention; transformers' own attention makes one with torch before 2.14."""
     masks = []
 
     def backend(graph, inputs):
@@ -114,7 +114,7 @@ def test_sizes_are_the_published_ones():
         model = bind_target(dict(config.model), "model")()
     assert sum(p.numel() for p in model.parameters()) == 494_032_768  # huggingface.co/Qwen/Qwen2-0.5B
     assert model.qwen2.config.rope_parameters["rope_theta"] == 10_000 and model.qwen2.config.tie_word_embeddings
-    assert round(config.tokens / config.batch_tokens) == 18_119  # shared/paper/targets.yaml
+    assert round(config.tokens / config.batch_tokens) == 18_119  # tests/fixtures/paper_targets.yaml
     assert (config.data.name, config.data.tokenizer) == ("sample-10BT", "Qwen/Qwen2-0.5B")
 
 
@@ -168,14 +168,11 @@ def test_impossible_sizes(changes, part):
         small(**changes)
 
 
-def test_without_transformers_it_says_what_to_install():
-    program = """
-import sys
-sys.modules["transformers"] = None
-sys.argv = ["muown_train", "model=qwen2_0_5b"]
-from muown_train.cli.main import main
-main()
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "Qwen2 needs transformers: pip install -e '.[qwen2]'" in done.stderr
+def test_without_transformers_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "muown_train.models.qwen2")
+    monkeypatch.setattr(sys, "argv", ["muown_train", "model=qwen2_0_5b"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "Qwen2 needs transformers: pip install -e '.[qwen2]'" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from muown_train.config.compose import load_config
 from muown_train.models.language_model import build_model
 from muown_train.models.track3 import Track3
 from muown_train.optim import parameter_roles
-from muown_train.runs.manifest import groups
+from muown_train.runs.manifest import describe_groups
 from muown_train.runs.saved_run import open_run
 from muown_train.runtime.distributed import World
 from muown_train.runtime.replica_check import find_divergent_ranks
@@ -144,7 +144,7 @@ def test_impossible_sizes(changes, part):
 
 
 def made(experiment: str, *overrides: str):
-    """What the experiment's file makes, with a model of the benchmark's shape but a small width."""
+    """Build the run of the experiment's file, with a model of the benchmark's shape but a small width."""
     sizes = ("model.dim=64", "model.heads=1", "model.vocab_size=64")
     config = load_config([f"experiment={experiment}", *sizes, *overrides])
     model = build_model(config.model, config.seq_len)
@@ -156,7 +156,7 @@ def test_the_muon_experiment_is_the_issues():
     top, model, optimizer, (steps, schedule) = made("track3_muon")
     assert (steps, top.batch_tokens, top.seq_len, top.grad_clip, model.layers) == (3250, 524288, 1024, None, 12)
     assert top.valid_tokens == 10_485_760
-    matrix, *rest = groups(optimizer)
+    matrix, *rest = describe_groups(optimizer)
     assert (matrix["optimizer"], matrix["lr"], matrix["weight_decay"], matrix["scales"]) == (
         "Muon",
         0.025,
@@ -250,7 +250,7 @@ def test_row_norms_follow_the_schedule_of_their_pattern(corpus, tmp_path):
 
 
 def train_here(world: World, corpus: Path, out: Path, shard: bool):
-    overrides = ("experiment=track3_muown", *TINY, "micro_batch=1", f"shard_optimizer={shard}", "check_every=4")
+    overrides = ("experiment=track3_muown", *TINY, "micro_batch=1", f"shard_optimizer={shard}", "replica_check_every=4")
     run = trained(corpus, out, *overrides, world=world)
     apart = find_divergent_ranks(run.model.named_parameters(), world)
     return apart, {name: p.detach().clone() for name, p in run.model.named_parameters()}

@@ -1,4 +1,4 @@
-"""What a call takes."""
+"""The peak memory of a call counts the call's own tensors."""
 
 import gc
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muown_train.runtime import replica_check as parity
+from muown_train.runtime import replica_check
 from muown_train.runtime.distributed import World
 from muown_train.runtime.replica_check import find_divergent_ranks, hash_tensor
 from tests.helpers.ranks import on_ranks
@@ -36,10 +36,10 @@ def hash_of(p: torch.Tensor) -> int:
 
 @pytest.fixture(params=[4, 1 << 20], ids=["chunks of 4 words", "one chunk"])
 def chunk(request, monkeypatch):
-    monkeypatch.setattr(parity, "_CHUNK", request.param)
-    parity._weights.cache_clear()
+    monkeypatch.setattr(replica_check, "_CHUNK", request.param)
+    replica_check._weights.cache_clear()
     yield
-    parity._weights.cache_clear()
+    replica_check._weights.cache_clear()
 
 
 @settings(deadline=None)
@@ -92,14 +92,14 @@ def test_weights_are_odd_and_no_two_are_alike_where_it_matters():
     one_word = torch.zeros(300, dtype=torch.int32)
     monkey = pytest.MonkeyPatch()
     with monkey.context() as patch:
-        patch.setattr(parity, "_CHUNK", 16)
-        parity._weights.cache_clear()
+        patch.setattr(replica_check, "_CHUNK", 16)
+        replica_check._weights.cache_clear()
         found = []
         for k in range(300):
             one_word[k] = 1
             found.append(hash_of(one_word))
             one_word[k] = 0
-    parity._weights.cache_clear()
+    replica_check._weights.cache_clear()
     assert [weight % 2**33 for weight in found] == [2 * k + 1 for k in range(300)]
     assert len({weight >> 33 for weight in found}) > 290  # and the upper bits follow no pattern
 
@@ -119,7 +119,7 @@ def test_one_rank_has_none_to_differ_from():
 
 
 def compared(world: World) -> list[str | None]:
-    """What each case says on this rank."""
+    """Return what the check says on this rank in each case."""
 
     def weights(odd: dict[int, float]) -> list[tuple[str, torch.Tensor]]:
         same = torch.arange(6.0).view(2, 3)
