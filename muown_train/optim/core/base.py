@@ -187,7 +187,8 @@ class BaseOptimizer(torch.optim.Optimizer):
             self.check_group(merged)
             if merged.get("blocks") != group.get("blocks"):
                 raise ValueError(
-                    f"group {j} was saved with blocks={merged['blocks']}, but is one with blocks={group['blocks']} here"
+                    f"group {j} was saved with blocks={merged['blocks']}, but in this optimizer has "
+                    f"blocks={group['blocks']}"
                 )
             options.append({key: value for key, value in merged.items() if key != "params"})
         return options

@@ -77,7 +77,9 @@ def test_invalid_options_change_nothing(kind, option, message):
 def test_other_blocks_are_refused(kind):
     made, _ = optimizer(kind, blocks=(4, 4))
     whole, _ = optimizer(kind)
-    with pytest.raises(ValueError, match=r"saved with blocks=None, but is one with blocks=\(4, 4\)|the saved"):
+    with pytest.raises(
+        ValueError, match=r"saved with blocks=None, but in this optimizer has blocks=\(4, 4\)|the saved"
+    ):
         made.load_state_dict(whole.state_dict())
     assert made.param_groups[0]["blocks"] == (4, 4)
 
