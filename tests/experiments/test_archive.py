@@ -3,6 +3,7 @@
 The archives of the repository are read too: every run that was archived before code moved still counts.
 """
 
+import functools
 import json
 from collections import Counter
 from pathlib import Path
@@ -64,9 +65,10 @@ def reproduce(capsys, archive):
     return call
 
 
-def small(scale: str | None = "tiny", name: str = "500m_magnitude"):
+@functools.cache
+def small():
     """A grid of three runs, and its points."""
-    grid = load_grid(name, scale).select(1)
+    grid = load_grid("500m_magnitude", "tiny").select(1)
     return grid, grid.expand(FURTHER)
 
 
@@ -76,6 +78,12 @@ def runs(out: Path, *ends) -> list[Path]:
     by_name = dict(zip((point.name for point in points), ends, strict=True))
     fill(out / grid.folder, points, lambda point: by_name[point.name])
     return [out / grid.folder / point.name for point in points]
+
+
+def archive_runs(out: Path, archive: Path) -> list[str]:
+    """Archive runs that `runs` wrote, as the command does; returns what has been done with each."""
+    grid, points = small()
+    return [outcome for _, outcome in archive_experiment(grid, read_progress(grid, points, str(out)), archive)]
 
 
 def archived(archive: Path) -> dict[str, list[str]]:
@@ -140,28 +148,27 @@ def test_settings_that_define_a_run_stay_and_are_named(reproduce, archive, tmp_p
     assert reproduce(*words[:-1], f"out={tmp_path}/nothing").endswith("3 runs: 3 done\n")
 
 
-def test_analysis_that_comes_later_is_added(reproduce, archive, tmp_path):
+def test_analysis_that_comes_later_is_added(archive, tmp_path):
     done, *_ = runs(tmp_path / "out", 14.0, None, None)
-    words = (*WORDS, *FURTHER, f"out={tmp_path}/out", "action=archive")
-    reproduce(*words)
+    assert archive_runs(tmp_path / "out", archive) == ["archived"]
     (done / "analysis").mkdir()
     (done / "analysis" / "spectral.jsonl").write_text('{"step": 2}\n')
     (done / "analysis" / "state.safetensors").write_text("large")
-    assert "  brought up to date: analysis/spectral.jsonl\n" in reproduce(*words)
+    assert archive_runs(tmp_path / "out", archive) == ["brought up to date: analysis/spectral.jsonl"]
     (done / "analysis" / "spectral.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
-    assert "  brought up to date: analysis/spectral.jsonl\n" in reproduce(*words)
-    assert "  there already\n" in reproduce(*words)
+    assert archive_runs(tmp_path / "out", archive) == ["brought up to date: analysis/spectral.jsonl"]
+    assert archive_runs(tmp_path / "out", archive) == ["there already"]
     kept = RunArchive(archive / "500m_magnitude-tiny").get(done.name).files
     assert kept.keys() == {"metrics.jsonl", "analysis/spectral.jsonl"}
     assert kept["analysis/spectral.jsonl"] == b'{"step": 1}\n{"step": 2}\n'
     (done / "analysis" / "spectral.jsonl").unlink()
-    assert "  there already\n" in reproduce(*words)  # and keeps what it alone has
+    assert archive_runs(tmp_path / "out", archive) == ["there already"]  # and keeps what it alone has
     assert RunArchive(archive / "500m_magnitude-tiny").get(done.name).files == kept
 
 
 def test_another_run_of_the_same_settings_is_refused_before_anything_is_written(reproduce, archive, tmp_path, capsys):
     runs(tmp_path / "first", None, None, 14.0)
-    reproduce(*WORDS, *FURTHER, f"out={tmp_path}/first", "action=archive")
+    archive_runs(tmp_path / "first", archive)
     written = modification_times(archive)
     *_, other = runs(tmp_path / "second", 15.0, 15.0, 15.0)
     with pytest.raises(SystemExit):
@@ -173,8 +180,8 @@ def test_another_run_of_the_same_settings_is_refused_before_anything_is_written(
     assert written == modification_times(archive)
     index = json.loads(Path(f"{kept}.json").read_text())
     Path(f"{kept}.json").write_text(json.dumps({name: index[name] for name in index if name != other.name}))
-    said = reproduce(*WORDS, *FURTHER, f"out={tmp_path}/second", "action=archive")  # as the message says
-    assert said.count("  archived\n") == 3 and read_run(kept / other.name).last("valid/perplexity") == 15.0
+    assert archive_runs(tmp_path / "second", archive) == ["archived"] * 3  # as the message says
+    assert read_run(kept / other.name).last("valid/perplexity") == 15.0
 
 
 def test_runs_of_two_experiments_with_one_name(reproduce, archive, tmp_path):
@@ -201,8 +208,6 @@ def test_runs_that_settings_cannot_tell_apart_are_found_again(reproduce, archive
 
 def test_a_kill_leaves_no_half_of_a_run(archive, tmp_path, monkeypatch):
     runs(tmp_path / "out", 14.0, 14.0, None)
-    grid, points = small()
-    statuses = read_progress(grid, points, str(tmp_path / "out"))
 
     def write_or_die(path, content):
         if path.suffix == ".json":
@@ -211,20 +216,19 @@ def test_a_kill_leaves_no_half_of_a_run(archive, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(archive_files, "write_atomic", write_or_die)
-        archive_experiment(grid, statuses, archive)
+        archive_runs(tmp_path / "out", archive)
     assert [path.name for path in archive.iterdir()] == ["500m_magnitude-tiny.tar.xz"]
     assert not read_archived_runs(archive)
-    assert [done for _, done in archive_experiment(grid, statuses, archive)] == ["archived"] * 2
+    assert archive_runs(tmp_path / "out", archive) == ["archived"] * 2
     assert len(read_archived_runs(archive)) == 2
 
 
 def test_two_commands_do_not_archive_at_once(archive, tmp_path):
     filelock = pytest.importorskip("filelock")
     runs(tmp_path / "out", 14.0, None, None)
-    grid, points = small()
     archive.mkdir()
     with filelock.FileLock(archive / ".lock"), pytest.raises(ValueError, match="another process archives runs to"):
-        archive_experiment(grid, read_progress(grid, points, str(tmp_path / "out")), archive)
+        archive_runs(tmp_path / "out", archive)
 
 
 @pytest.mark.parametrize(
