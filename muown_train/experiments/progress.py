@@ -26,10 +26,10 @@ class GridPointStatus:
     """A point of a grid, its run if there is one, and the state of that."""
 
     point: GridPoint
-    folder: Path  # of the run, or where it would be
+    folder: Path  # where the run lies, or would lie
     run: RunRecord | None
     state: str  # one of STATES
-    damage: str | None = None  # what is wrong with a damaged run
+    damage: str | None = None  # the reason why a damaged run counts for nothing
 
     @property
     def needs_training(self) -> bool:

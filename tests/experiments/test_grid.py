@@ -14,7 +14,7 @@ from muown_train.config.compose import compose_config
 from muown_train.config.overrides import check_overrides
 from muown_train.config.schema import parse_config
 from muown_train.experiments import grid as grid_module
-from muown_train.experiments.cost import gpu_hours, plans
+from muown_train.experiments.cost import estimate_gpu_hours, make_plans
 from muown_train.experiments.grid import list_grids, load_grid, pick_evenly
 from muown_train.experiments.progress import read_progress, same_settings, summarize
 from muown_train.experiments.report.tables import escape_latex
@@ -191,8 +191,8 @@ def test_grids_and_numbers_are_the_papers():
 @pytest.mark.parametrize("name", slow_but(["2_7b", "qwen2_0_5b"], RUNS))
 def test_the_expected_gpu_hours(name):
     grid = load_grid(name)
-    found = plans(grid.expand(), grid.gpus.device, grid.gpus.ranks).values()
-    hours = sum(gpu_hours(plan, None) * len(points) for plan, points in found)
+    plans = make_plans(grid.expand(), grid.gpus.device, grid.gpus.ranks).values()
+    hours = sum(estimate_gpu_hours(plan, None) * len(points) for plan, points in plans)
     assert grid.gpu_hours == pytest.approx(hours, rel=0.1)
 
 

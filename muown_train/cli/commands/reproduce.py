@@ -68,7 +68,7 @@ class Request:
 
 
 KEYS = [field.name for field in fields(Request) if field.name not in ("overrides", "flags")]
-_ONLY_FOR = {  # the actions that some keys are for
+_ONLY_FOR = {  # some keys are for these actions alone
     "jobs": ("run", "submit"),
     "ranks": ("run", "plan"),
     "device": ("plan",),
@@ -198,20 +198,20 @@ def list_runs(grid: Grid, statuses: list[GridPointStatus], request: Request) -> 
     return 0
 
 
-def plan(grid: Grid, statuses: list[GridPointStatus], request: Request) -> int:
+def plan_runs(grid: Grid, statuses: list[GridPointStatus], request: Request) -> int:
     """Print what the runs cost."""
-    from muown_train.experiments.cost import plan_lines
+    from muown_train.experiments.cost import describe_costs
 
     device = request.device or (grid.gpus.device if grid.gpus else None)
     if device is None:
         raise ValueError(f"experiment={grid.name} is for a CPU: a plan needs device=, such as device=H100-80GB")
     ranks = request.ranks or (1 if grid.scale or not grid.gpus else grid.gpus.ranks)
-    for line in plan_lines(grid, statuses, device, ranks, request.mfu):
+    for line in describe_costs(grid, statuses, device, ranks, request.mfu):
         print(line, flush=True)
     return 0
 
 
-def run(grid: Grid, statuses: list[GridPointStatus], request: Request) -> int:
+def train_runs(grid: Grid, statuses: list[GridPointStatus], request: Request) -> int:
     """Train what is missing, and measure what is done."""
     pending = [status for status in statuses if status.needs_training]
     print(summarize(statuses))
@@ -246,7 +246,7 @@ def _is_measured(status: GridPointStatus, measures: Sequence[str]) -> bool:
     return status.run is not None and all(status.run.read_lines(f"analysis/{kind}.jsonl") for kind in kinds)
 
 
-def submit(grid: Grid, statuses: list[GridPointStatus], request: Request) -> int:
+def submit_missing(grid: Grid, statuses: list[GridPointStatus], request: Request) -> int:
     """Submit what is missing to SLURM, with an element of an array for each run."""
     pending = [status for status in statuses if status.needs_training]
     print(summarize(statuses))
@@ -259,19 +259,19 @@ def submit(grid: Grid, statuses: list[GridPointStatus], request: Request) -> int
     return submit_runs(pending, Path(request.out) / grid.folder, request.jobs or 8, request.flags, ROOT)
 
 
-def report(grid: Grid, statuses: list[GridPointStatus], request: Request) -> int:
+def write_report(grid: Grid, statuses: list[GridPointStatus], request: Request) -> int:
     """Write the tables and figures, and bring a page up to date that shows them."""
     writer = ReportWriter(build_report(grid, statuses, request.overrides))
     files = writer.write(Path(request.out) / grid.folder / "report")
     print("\n".join(table.format_markdown() for table in writer.tables))
-    print("\n".join(writer.notes()))
+    print("\n".join(writer.list_notes()))
     print(f"{files[0].parent}: {', '.join(path.name for path in files)}")
     if request.page:
         print(f"{request.page}: {fill_page(Path(request.page), grid.folder, writer.format_body(4), files)}")
     return 0
 
 
-def archive(grid: Grid, statuses: list[GridPointStatus], request: Request) -> int:
+def archive_runs(grid: Grid, statuses: list[GridPointStatus], request: Request) -> int:
     """Copy what is done or diverged to the archives, where reports find it without OUT."""
     print(summarize(statuses))
     if not any(status.state in ("done", "diverged") for status in statuses):
@@ -287,9 +287,9 @@ def archive(grid: Grid, statuses: list[GridPointStatus], request: Request) -> in
 
 ACTIONS: dict[str, Callable[[Grid, list[GridPointStatus], Request], int]] = {
     "list": list_runs,
-    "plan": plan,
-    "run": run,
-    "submit": submit,
-    "report": report,
-    "archive": archive,
+    "plan": plan_runs,
+    "run": train_runs,
+    "submit": submit_missing,
+    "report": write_report,
+    "archive": archive_runs,
 }

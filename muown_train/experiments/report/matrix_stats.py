@@ -13,7 +13,7 @@ import numpy as np
 
 from muown_train.runs.record import RunRecord, Series
 
-PROBES = ("spectral", "effective_rank", "gradient_noise")  # those whose numbers reports show
+PROBES = ("spectral", "effective_rank", "gradient_noise")  # reports show the numbers of these
 _KINDS = {  # names that figures have for the matrices of every layer
     "attention.q": "query",
     "attention.k": "key",
@@ -85,7 +85,9 @@ class MatrixStats:
         """The places of all matrices, in their order in the model, with repetitions."""
         return (place for numbers in self.by_quantity.values() for place, _ in numbers)
 
-    def spread(self, quantity: str | MatrixQuantity, kind: str | None = None, layer: int | None = None) -> Spread:
+    def compute_spread(
+        self, quantity: str | MatrixQuantity, kind: str | None = None, layer: int | None = None
+    ) -> Spread:
         """Return the spread of a number over the matrices of a kind (or all), of a layer (or all), and over runs.
 
         Values that are not finite do not count.
@@ -101,7 +103,7 @@ class MatrixStats:
         quantiles = [np.quantile(by_step[step], (0, 0.25, 0.5, 0.75, 1)) for step in steps]
         return Spread(steps, np.array(quantiles).reshape(-1, 5).T)
 
-    def singular_values(self, kind: str, layer: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def get_singular_values(self, kind: str, layer: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Return the singular values at the last step: the share of smaller ones (Q,), 0 to 1, and the values (Q,).
 
         They are medians over layers and runs. Both are empty where quantiles were not measured.
@@ -110,7 +112,7 @@ class MatrixStats:
         prefix = "singular_value/"
         for quantity in self.by_quantity:
             if quantity.startswith(prefix):
-                spread = self.spread(quantity, kind, layer)
+                spread = self.compute_spread(quantity, kind, layer)
                 if len(spread.steps):
                     values[float(quantity.removeprefix(prefix))] = float(spread.median[-1])
         shares = sorted(values)

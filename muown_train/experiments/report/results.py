@@ -23,7 +23,7 @@ class Quantity(NamedTuple):
     """A number of a run that a report is about."""
 
     title: str
-    column: str  # of the CSV
+    column: str  # the name of its column in a CSV file
     digits: tuple[int, int]  # of means and deviations, as in the paper
     measure: Callable[[RunRecord], float | None]
 
@@ -105,11 +105,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of an experiment."""
+    """The results of an experiment, of which tables and figures are made."""
 
     grid: Grid
     results: tuple[Result, ...]
-    stats: tuple[MatrixStats, ...]  # of each setting whose finished runs have numbers of the probe `grid.report`
+    stats: tuple[MatrixStats, ...]  # for each setting whose finished runs have numbers of the probe `grid.report`
     overrides: tuple[str, ...]  # the settings of all runs besides the experiment's
 
     @property

@@ -56,7 +56,7 @@ def plot_singular_values(report: Report, paths: Sequence[Path]) -> bool:
     if not layers:
         return False
     block = layers[_find_layer_at(_DEPTH, len(layers))]
-    by_kind = {kind: [line.singular_values(kind, block) for line in lines] for kind in list_kinds(lines)}
+    by_kind = {kind: [line.get_singular_values(kind, block) for line in lines] for kind in list_kinds(lines)}
     kinds = [kind for kind, curves in by_kind.items() if any(len(shares) for shares, _ in curves)]
     if not kinds:
         return False
@@ -89,7 +89,7 @@ def plot_singular_values(report: Report, paths: Sequence[Path]) -> bool:
 def plot_noise(report: Report, paths: Sequence[Path]) -> bool:
     """Draw the noise terms of Muon and Muown at checkpoints, and their ratio: medians and quartiles over matrices."""
     lines = report.stats
-    terms = [(line, key, line.spread(key)) for line in lines for key in ("muon", "muown")]
+    terms = [(line, key, line.compute_spread(key)) for line in lines for key in ("muon", "muown")]
     terms = [(line, key, spread) for line, key, spread in terms if len(spread.steps)]
     if not terms:
         return False
@@ -102,7 +102,7 @@ def plot_noise(report: Report, paths: Sequence[Path]) -> bool:
             _draw_quartiles(left, spread, i - (len(terms) - 1) / 2, label, line_style)
         left.set(ylabel="noise term", yscale="log")
         style.set_plain_ticks(left)
-        ratios = [(line, line.spread("muon/muown")) for line in lines]
+        ratios = [(line, line.compute_spread("muon/muown")) for line in lines]
         ratios = [(line, spread) for line, spread in ratios if len(spread.steps)]
         styles = style.choose_styles([line.label for line, _ in ratios])
         for i, ((line, spread), line_style) in enumerate(zip(ratios, styles, strict=True)):
@@ -178,14 +178,14 @@ def _plot_grid(
     """
     lines = report.stats
     kinds, styles = list_kinds(lines), _choose_styles(lines)
-    if not kinds or not any(len(line.spread(rows[0][0].key).steps) for line in lines):
+    if not kinds or not any(len(line.compute_spread(rows[0][0].key).steps) for line in lines):
         return False
     with _new_figure(len(kinds), len(rows)) as figure:
         axes = figure.subplots(len(rows), len(kinds), sharex=True, sharey="row", squeeze=False)
         for row, (quantity, layer, label) in zip(axes, rows, strict=True):
             for panel, kind in zip(row, kinds, strict=True):
                 for line, line_style in zip(lines, styles, strict=True):
-                    _draw_spread(panel, line.spread(quantity, kind, layer), line_style)
+                    _draw_spread(panel, line.compute_spread(quantity, kind, layer), line_style)
             row[0].set(ylabel=label, yscale=scale)
             if scale == "log":
                 style.set_plain_ticks(row[0])

@@ -23,13 +23,13 @@ def make_spectral_tables(report: Report) -> list[Table]:
     """Return for each kind of matrix the factors of Proposition 1 at the end of training, and their growth."""
 
     def format_growth(quantity: MatrixQuantity, stats: MatrixStats, kind: str) -> str:
-        values = stats.spread(quantity, kind).median
+        values = stats.compute_spread(quantity, kind).median
         if not len(values):
             return ABSENT
         return _format_number(values[-1]) + (f" (×{values[-1] / values[0]:.2f})" if values[0] else "")
 
     def format_negative(stats: MatrixStats, kind: str) -> str:
-        spread = stats.spread(NEGATIVE, kind)
+        spread = stats.compute_spread(NEGATIVE, kind)
         if not len(spread.steps):
             return ABSENT
         return f"{spread.median[-1]:.1%} [{spread.quantiles[0, -1]:.1%}, {spread.quantiles[-1, -1]:.1%}]"
@@ -48,7 +48,7 @@ def make_rank_tables(report: Report) -> list[Table]:
     """Return for each kind of matrix the effective rank of its gradients, averaged over training."""
 
     def format_rank(stats: MatrixStats, kind: str) -> str:
-        values = stats.spread(RANK, kind).median
+        values = stats.compute_spread(RANK, kind).median
         return f"{values.mean():.3f}" if len(values) else ABSENT
 
     title = f"{RANK.title.capitalize()}: median over layers, mean over training"
@@ -62,7 +62,7 @@ def make_noise_tables(report: Report) -> list[Table]:
         f"{names[key]} along {stats.label}": spread
         for stats in report.stats
         for key in names
-        if len((spread := stats.spread(key)).steps)
+        if len((spread := stats.compute_spread(key)).steps)
     }
     steps = sorted({step for spread in columns.values() for step in spread.steps.tolist()})
     rows = [[f"{step:,.0f}", *(_format_quartiles(spread, step) for spread in columns.values())] for step in steps]

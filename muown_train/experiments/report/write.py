@@ -25,7 +25,7 @@ from muown_train.runtime.atomic_files import write_atomic
 
 
 class ReportWriter:
-    """Writes a report."""
+    """Makes tables and figures of a report and writes them."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
@@ -42,7 +42,7 @@ class ReportWriter:
         last = [make_best_table(report)] if report.grid.report == "rates" else []
         return tables + [table for table in (*last, make_difference_table(report)) if table.rows]
 
-    def notes(self) -> Iterator[str]:
+    def list_notes(self) -> Iterator[str]:
         """Yield sentences that a reader of the numbers must know."""
         grid = self.report.grid
         statuses = [status for result in self.report.results for status in result.runs]
@@ -67,7 +67,7 @@ class ReportWriter:
 
     def format_body(self, level: int = 2) -> str:
         """Return the tables as Markdown under headings of a level, and the notes."""
-        notes = "\n".join(f"- {note}" for note in self.notes())
+        notes = "\n".join(f"- {note}" for note in self.list_notes())
         return "\n".join([*(table.format_markdown(level) for table in self.tables), f"{notes}\n"])
 
     def write(self, folder: Path) -> list[Path]:

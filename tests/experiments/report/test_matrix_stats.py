@@ -53,31 +53,35 @@ def test_where_a_matrix_is(name, kind, layer):
 def test_a_spread_is_that_of_all_matrices_and_runs(values):
     runs = [{f"blocks.{layer}.mlp.out.weight/x": series(*own) for layer, own in enumerate(values)}]
     runs.append({"blocks.0.mlp.out.weight/x": series(*values[0]), "blocks.0.mlp.gate_up.weight/x": series(1e9)})
-    found = MatrixStats("", runs).spread("x", "MLP out")
+    found = MatrixStats("", runs).compute_spread("x", "MLP out")
     all_of_them = np.array([*values, values[0]])
     assert found.steps.tolist() == [0, 1, 2]
     assert found.quantiles == pytest.approx(np.quantile(all_of_them, (0, 0.25, 0.5, 0.75, 1), axis=0))
-    of_layer = MatrixStats("", runs).spread("x", "MLP out", 0)
+    of_layer = MatrixStats("", runs).compute_spread("x", "MLP out", 0)
     assert of_layer.median == pytest.approx(values[0])
 
 
 def test_medians_are_of_what_is_shown():
     """The median of roots is not the root of the median."""
     roots = MatrixStats("", [{f"{NAMES[1]}/coherence": series(1.0), f"{NAMES[2]}/coherence": series(9.0)}])
-    assert roots.spread(SPECTRAL[2]).median.tolist() == [2.0] and roots.spread("coherence").median.tolist() == [5.0]
+    assert roots.compute_spread(SPECTRAL[2]).median.tolist() == [2.0] and roots.compute_spread(
+        "coherence"
+    ).median.tolist() == [5.0]
 
 
 @pytest.mark.parametrize("state", ["running", "stopped", "diverged", "failed"])
 def test_runs_that_are_not_done_are_not_shown(tmp_path, state):
     made = filled("effective_rank_124m", tmp_path, lambda key, step: {NAMES[1]: 0.5}, state)
-    assert made.stats == () and any("was measured in 0 of them" in note for note in ReportWriter(made).notes())
+    assert made.stats == () and any("was measured in 0 of them" in note for note in ReportWriter(made).list_notes())
 
 
 def test_numbers_that_are_none_and_quantities_that_are_not_there():
     found = MatrixStats("", [{f"{NAMES[1]}/x": series(1, np.nan, np.inf, 4), f"{NAMES[2]}/x": series(3)}])
-    assert (found.spread("x").steps.tolist(), found.spread("x").median.tolist()) == ([0, 3], [2, 4])
-    assert found.spread("y").quantiles.shape == (5, 0) and found.spread("x", "query").median.shape == (0,)
-    assert found.singular_values("MLP out")[0].shape == (0,)
+    assert (found.compute_spread("x").steps.tolist(), found.compute_spread("x").median.tolist()) == ([0, 3], [2, 4])
+    assert found.compute_spread("y").quantiles.shape == (5, 0) and found.compute_spread("x", "query").median.shape == (
+        0,
+    )
+    assert found.get_singular_values("MLP out")[0].shape == (0,)
     assert list_kinds([found]) == ["MLP out"] and list_layers([found]) == [0, 1]
 
 
@@ -152,8 +156,8 @@ def test_spectra(tmp_path):
     assert tables[3].rows == [["query", ABSENT], ["MLP out", "37.5% [25.0%, 50.0%]"]]
     blocks = [f"blocks_{name}" for name in ("spectral_norm", "max_row_norm", "coherence")]
     assert drawn(made, tmp_path / "report") == ["figure", *blocks, "singular_values", "losses"]
-    assert "Spectral was measured in 3 of them." in ReportWriter(made).notes()
-    parts, values = made.stats[0].singular_values("MLP out", 1)
+    assert "Spectral was measured in 3 of them." in ReportWriter(made).list_notes()
+    parts, values = made.stats[0].get_singular_values("MLP out", 1)
     assert (parts.tolist(), values.tolist()) == ([0, 0.5, 1], [0, 8, 16])
 
 
@@ -210,7 +214,7 @@ def test_gradient_noise(tmp_path):
 def test_nothing_is_measured_yet(tmp_path):
     made = filled("effective_rank_124m", tmp_path, lambda key, step: {})
     assert drawn(made, tmp_path / "report") == ["losses"]
-    assert any(re.search(r"was measured in 0 of them", note) for note in ReportWriter(made).notes())
+    assert any(re.search(r"was measured in 0 of them", note) for note in ReportWriter(made).list_notes())
 
 
 def test_step_times(tmp_path):

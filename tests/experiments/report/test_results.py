@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
@@ -80,21 +80,21 @@ def test_seeds_that_are_missing_or_diverged(multiseed, tmp_path):
         ["1e-3", "diverged", "diverged so far"],
     ]
     assert make_paper_table(made).rows[0][2:] == ["2 of 3", "14.50 ± 0.707 (1 to come)", "14.13 ± 0.004", "+0.37"]
-    assert "12 runs: 3 done, 6 diverged, 3 missing." in ReportWriter(made).notes()
+    assert "12 runs: 3 done, 6 diverged, 3 missing." in ReportWriter(made).list_notes()
     assert "Cross: diverged; a mean there is over the other seeds." in experiment_figures._format_caption(made, 30.0)
     drawn = Figure().subplots()
     drawn.set_ylim(10, 30)
     experiment_figures._draw_line(drawn, made.results, {"color": "k", "marker": "o"}, False)
     (crosses,) = (line for line in drawn.lines if line.get_marker() == "x")
     assert sorted(crosses.get_xdata()) == [1e-3, 1e-3, 4e-3]
-    assert not any("data" in note for note in ReportWriter(made).notes())
+    assert not any("data" in note for note in ReportWriter(made).list_notes())
     folder = tmp_path / grid.folder / "muown_wd0-lr=0.004-seed=0"
     (folder / "manifest.json").write_text('{"data": {"content": "another text"}}')
     assert any(
         "same data" in note
-        for note in ReportWriter(build_report(grid, read_progress(grid, points, str(tmp_path)))).notes()
+        for note in ReportWriter(build_report(grid, read_progress(grid, points, str(tmp_path)))).list_notes()
     )
-    assert "Besides the experiment's settings: paper_exact=True." in ReportWriter(made).notes()
+    assert "Besides the experiment's settings: paper_exact=True." in ReportWriter(made).list_notes()
 
 
 def test_a_report_without_runs(multiseed, tmp_path):
@@ -189,6 +189,7 @@ def test_further_axes_and_panels(tmp_path):
     ]
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(1e-5, 0.1), min_size=1, max_size=12))
 def test_labels_of_learning_rates_do_not_touch(rates):
     axes = Figure().subplots()
