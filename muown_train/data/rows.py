@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 BLOCK = 1024  # rows whose shuffled numbers are computed together: a call costs hundreds of microseconds
-ROUNDS = 8  # of the Feistel network
+ROUNDS = 8  # rounds of the Feistel network
 
 
 class RowSource(Protocol):

@@ -40,10 +40,10 @@ class RunInfo:
     """The values of a run that every data function needs."""
 
     seq_len: int  # targets in a row of T+1 tokens
-    seed: int  # of the order of rows
+    seed: int  # decides the order of rows
     valid_tokens: int  # held-out targets, at most
     cache: Path  # folder of prepared data
-    vocab_size: int  # of the model, which the tokenizer must not exceed
+    vocab_size: int  # entries of the model, which the tokenizer must not exceed
     progress: Callable[[str], None] = print_line  # takes one line of text about work that takes long
 
 

@@ -135,7 +135,7 @@ class Workers:
             pool.close()
 
     def _forget(self) -> None:
-        self._cursors: dict[str, dict[str, Any]] = {}  # of streams, after the rows taken
+        self._cursors: dict[str, dict[str, Any]] = {}  # stream -> cursor after the rows taken
         self._visited = StreamsVisited(self.streams)
         self._last: int | None = None  # last index taken since the state was loaded
 

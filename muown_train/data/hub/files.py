@@ -14,7 +14,7 @@ from muown_train.data.hub.retry import Retry, describe_cause, is_transient
 from muown_train.data.text.documents import replace_surrogates
 
 FOOTERS_AT_ONCE = 8  # files whose footers are read at the same time
-MINIMUM = {"streams": 1, "shuffle": 1, "retries": 0}  # of the settings that do not select documents
+MINIMUM = {"streams": 1, "shuffle": 1, "retries": 0}  # least values of the settings that select no documents
 T = TypeVar("T")
 
 
@@ -38,7 +38,7 @@ class HubFiles:
 
     label: str
     revision: str  # the commit, so that all ranks and every resume read the same
-    names: tuple[str, ...]  # of the files
+    names: tuple[str, ...]  # names of the files in messages
     text: str  # the column
     urls: tuple[str, ...] = ()
     dataset: Any = None  # datasets.IterableDataset
@@ -77,7 +77,7 @@ class HubFiles:
             pool.shutdown()
 
     def _read_with_retries(self, key: Any, file: int, read: Callable[[int], Iterator[T]], first: int) -> Iterator[T]:
-        """Yield the items of read(first), which is called again, from the number of the item where it failed on.
+        """Yield the items of read(first); after a failure call it again with the number of the item that failed.
 
         Args:
             key: what is read, so that its failures are reported once.

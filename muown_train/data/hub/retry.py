@@ -1,7 +1,7 @@
 """Retries for a server that fails for a while: which errors may pass, and how long to wait before the next try.
 
-tenacity retries a call; here the failures in a row of a generator count, which goes on at the document where it
-failed, and another thread can end a wait. Of this module it would replace only the computation of a pause.
+tenacity retries a call. Here a generator goes on at the document where it failed, failures are counted since the last
+document that came, and another thread can end a wait; tenacity would replace only the computation of the pause.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 SHORTEST, LONGEST = 1.0, 60.0  # seconds before the second try, and before any
-JITTER = 0.25  # of a wait, up or down, so that the clients of a server that comes back do not come all at once
+JITTER = 0.25  # fraction by which a wait varies up or down, so that the clients of a server that comes back do not come all at once
 LIMIT = 15  # tries after the first: about ten minutes of waiting
 OBEYED = 300.0  # seconds, the longest Retry-After that is obeyed
 HTTP_LIBRARIES = {"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "aiohttp", "fsspec"}

@@ -19,7 +19,7 @@ from muown_train.data.text.documents import expand_globs, group_documents, read_
 from muown_train.data.text.tokenizer import Tokenizer
 
 FILES_AT_ONCE = 4  # files that are read ahead, so that encoding need not wait for a network
-DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 1 << 20  # that a thread hands over together, at most
+DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 1 << 20  # the most that a thread hands over together
 AHEAD = 4  # such groups that are read ahead for each file
 
 
@@ -39,14 +39,14 @@ class Position:
 
     file: int = 0
     document: int = 0
-    token: int = 0  # in the document; the length of the document if it is all read
+    token: int = 0  # number of the token in the document; its length if it is all read
 
 
 class Piece(NamedTuple):
     """A document or a part of one."""
 
     ids: np.ndarray  # 1-D uint16 or uint32
-    text: str | None  # of the whole document, if the piece is its beginning
+    text: str | None  # the text of the whole document, if the piece is its beginning
 
 
 class TokenReader:

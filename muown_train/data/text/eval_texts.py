@@ -27,7 +27,7 @@ ALL = "all"  # the one source of documents that are not distinguished
 class EvalText:
     """Documents, each with the name of its source, by which scores are tabulated."""
 
-    name: str  # for people
+    name: str  # a description for people
     documents: Callable[[], Iterator[tuple[str, str]]]  # pairs (document, source), the same at every call
 
 

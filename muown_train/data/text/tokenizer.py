@@ -26,12 +26,12 @@ THREAD_CHARACTERS = 50_000  # characters that a thread takes at once
 
 
 class Tokenizer(Protocol):
-    """What encodes and decodes text."""
+    """The interface by which text is encoded and decoded."""
 
     name: str
     size: int  # one more than the largest id
     end_of_text: int
-    fingerprint: str  # of everything that decides the ids
+    fingerprint: str  # a hash of everything that decides the ids
 
     @property
     def raw(self) -> bytes | None: ...  # its tokenizer.json, if it has one

@@ -261,6 +261,6 @@ def test_files_that_are_read_tell_the_time_left_if_the_total_is_not_known(monkey
         for _ in range(100):
             tally.add(10, fraction_read)
     lines = log.getvalue().splitlines()
-    assert lines[:3] == ["going on after 1,000 tokens", "2,010 tokens", "7,010 tokens, 1,000 tokens/s"]
-    assert lines[3] == "12,010 tokens, 1,000 tokens/s, 1m08s left"  # of 10,000 / 0.125
-    assert lines[4] == "17,010 tokens, 1,000 tokens/s, 1m03s left"
+    assert lines[:2] == ["going on after 1,000 tokens", "5,010 tokens, 802 tokens/s"]
+    assert lines[2] == "10,010 tokens, 901 tokens/s, 1m18s left"  # of 10,000 / 0.125
+    assert lines[3] == "15,010 tokens, 934 tokens/s, 1m10s left"
