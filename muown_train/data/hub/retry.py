@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 SHORTEST, LONGEST = 1.0, 60.0  # seconds before the second try, and before any
-JITTER = 0.25  # fraction by which a wait varies up or down, so that the clients of a server that comes back do not come all at once
+JITTER = 0.25  # fraction by which a wait varies, so that not all clients come back to a server at once
 LIMIT = 15  # tries after the first: about ten minutes of waiting
 OBEYED = 300.0  # seconds, the longest Retry-After that is obeyed
 HTTP_LIBRARIES = {"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "aiohttp", "fsspec"}
