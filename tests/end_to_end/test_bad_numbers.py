@@ -8,9 +8,18 @@ import torch
 
 from muown_train.runs.status import Outcome, read_status
 from tests.helpers.ranks import on_ranks
-from tests.helpers.runs import HERE, built, losses, metrics, trained
+from tests.helpers.runs import built, losses, metrics, trained
 
 ROWS = 8  # of one step of the runs of tests/helpers/runs.py
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus, tmp_path_factory):
+    """The losses of a run of 12 steps, and the hashes of the batches of one of 16, that nothing disturbed."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    trained(corpus, out, f"tokens={256 * 16}", "name=longer")
+    hashes = [line["data/hash"] for line in metrics(out / "longer") if "data/hash" in line]
+    return losses(trained(corpus, out).folder), hashes
 
 
 def poisoned(run, rows, rank=0):
@@ -68,27 +77,22 @@ def test_both_ranks_skip_the_step_that_one_of_them_cannot_make(corpus, tmp_path)
 BAD = {k * ROWS for k in (5, 6, 7)}  # steps 6 to 8; checkpoints at 4 and 8, log boundaries every 3
 
 
-def expected_hashes(corpus, out):
-    trained(corpus, out, f"tokens={256 * 15}", "name=longer")
-    hashes = [line["data/hash"] for line in metrics(out / "longer") if "data/hash" in line]
-    return hashes[:5] + hashes[8:]
-
-
 def check_rolled_back(folder, hashes):
+    """Check that the steps were done without the bad batches."""
     lines = metrics(folder)
     assert [line["step"] for line in lines] == list(range(13))
-    assert [line["data/hash"] for line in lines[1:]] == hashes
+    assert [line["data/hash"] for line in lines[1:]] == hashes[:5] + hashes[8:15]
     assert all(isinstance(line["train/loss"], float) and "train/skipped" not in line for line in lines[1:])
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_rolls_back_past_the_bad_rows(corpus, tmp_path, ranks):
+def test_rolls_back_past_the_bad_rows(corpus, tmp_path, undisturbed, ranks):
     if ranks == 1:
         run = poisoned(built(corpus, tmp_path, "max_bad_updates=3"), BAD)
         assert fitted(run) == Outcome("finished")
     else:
         on_ranks(2, rolled_back_on_two, corpus, tmp_path)
-    check_rolled_back(tmp_path / "run", expected_hashes(corpus, tmp_path))
+    check_rolled_back(tmp_path / "run", undisturbed[1])
     skipped, rollback = events(tmp_path / "run")[:3], events(tmp_path / "run")[3]
     assert [event["step"] for event in skipped] == [6, 7, 8]
     assert (rollback["kind"], rollback["to"], len(rollback["rows"])) == ("rollback", 4, 3)
@@ -100,7 +104,7 @@ def rolled_back_on_two(world, corpus, out):
 
 
 @pytest.mark.parametrize("stopped_at", [5, 9])
-def test_a_stop_after_a_rollback_loses_neither_it_nor_the_skipped_rows(corpus, tmp_path, stopped_at):
+def test_a_stop_after_a_rollback_loses_neither_it_nor_the_skipped_rows(corpus, tmp_path, undisturbed, stopped_at):
     run = poisoned(built(corpus, tmp_path, "max_bad_updates=3"), BAD)
     step = run.trainer.train_step
 
@@ -112,10 +116,10 @@ def test_a_stop_after_a_rollback_loses_neither_it_nor_the_skipped_rows(corpus, t
     run.trainer.train_step = stopping
     assert fitted(run) == Outcome("stopped", "SIGTERM")
     assert fitted(poisoned(built(corpus, tmp_path, "max_bad_updates=3"), BAD)) == Outcome("finished")
-    check_rolled_back(tmp_path / "run", expected_hashes(corpus, tmp_path))
+    check_rolled_back(tmp_path / "run", undisturbed[1])
 
 
-def test_two_bad_stretches_between_two_checkpoints(corpus, tmp_path):
+def test_two_bad_stretches_between_two_checkpoints(corpus, tmp_path, undisturbed):
     """Going back for the second, the first is not forgotten; no checkpoint is made in the middle of one."""
     rows = {k * ROWS for k in (1, 2, 7, 8)}  # steps 2 and 3, and then 6 and 7
     run = poisoned(built(corpus, tmp_path, "max_bad_updates=2", "save_every=1", "log_every=1"), rows)
@@ -124,8 +128,7 @@ def test_two_bad_stretches_between_two_checkpoints(corpus, tmp_path):
     assert fitted(run) == Outcome("finished")
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(13))
-    trained(corpus, tmp_path, f"tokens={256 * 16}", "name=longer")
-    hashes = [line["data/hash"] for line in metrics(tmp_path / "longer") if "data/hash" in line]
+    hashes = undisturbed[1]
     assert [line["data/hash"] for line in lines[1:]] == [hashes[k] for k in range(16) if k * ROWS not in rows]
     assert [event["to"] for event in events(tmp_path / "run") if event["kind"] == "rollback"] == [1, 5]
     assert saved == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12]
@@ -150,10 +153,9 @@ def test_what_cannot_be_mended_has_diverged(corpus, tmp_path, overrides, rows, p
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
-def test_a_loss_that_runs_away(corpus, tmp_path):
+def test_a_loss_that_runs_away(corpus, tmp_path, undisturbed):
     """The mean over a log interval counts, after the step that is given."""
-    whole = losses(trained(corpus, tmp_path, "name=whole").folder)
-    limit = sum(whole[3:6]) / 3 - 1e-6  # log_every=3
+    limit = sum(undisturbed[0][3:6]) / 3 - 1e-6  # log_every=3
     outcome = fitted(built(corpus, tmp_path, f"diverged_above={limit}", "diverged_from=3", "eval_every=100"))
     assert outcome.state == "diverged" and f"above diverged_above={limit:g}" in outcome.reason
     assert metrics(tmp_path / "run")[-1]["step"] == 6
@@ -188,7 +190,7 @@ def test_weights_that_have_parted_are_found(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("policy, writable_at", [("stop", None), ("stop", 6), ("continue", 6), ("continue", None)])
-def test_metrics_that_cannot_be_written(corpus, tmp_path, monkeypatch, policy, writable_at):
+def test_metrics_that_cannot_be_written(corpus, tmp_path, monkeypatch, undisturbed, policy, writable_at):
     """No checkpoint goes beyond the record; nothing is missing from it once there is room again."""
     run = built(corpus, tmp_path, f"on_save_error={policy}")
     record = run.trainer.metrics
@@ -211,4 +213,4 @@ def test_metrics_that_cannot_be_written(corpus, tmp_path, monkeypatch, policy, w
         assert not list((tmp_path / "run").glob("checkpoints/step-*"))
     resumed = trained(corpus, tmp_path)
     assert [line["step"] for line in metrics(resumed.folder)] == list(range(13))
-    assert losses(resumed.folder) == losses(trained(corpus, tmp_path / "whole", world=HERE).folder)
+    assert losses(resumed.folder) == undisturbed[0]

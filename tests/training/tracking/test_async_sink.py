@@ -26,7 +26,7 @@ class Slow:
         self._called("start", ("start", steps))
 
     def write(self, lines):
-        self._called("lines", *(line["step"] for line in lines))
+        self._called("write", *(line["step"] for line in lines))
 
     def finish(self, summary):
         self._called("finish", ("finish", dict(summary)))
@@ -48,7 +48,7 @@ def test_every_line_in_order_then_the_summary_once(batches):
     assert sink.calls == [("start", 7), *range(step), ("finish", {"a": 1})] and said == []
 
 
-@pytest.mark.parametrize("held", ["start", "lines", "finish"])
+@pytest.mark.parametrize("held", ["start", "write", "finish"])
 def test_one_that_hangs_holds_up_nothing(held):
     sink, said = Slow(held), []
     background = AsyncSink(
@@ -81,7 +81,7 @@ def test_when_too_many_wait_the_oldest_are_dropped_and_that_is_said_once():
     assert len(said) == 1 and "does not get all lines" in said[0]
 
 
-@pytest.mark.parametrize("failing", ["start", "lines", "finish"])
+@pytest.mark.parametrize("failing", ["start", "write", "finish"])
 def test_what_it_raises_is_said_once_without_secrets(failing, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
     sink, said = Slow(), []
@@ -97,7 +97,7 @@ def test_what_it_raises_is_said_once_without_secrets(failing, monkeypatch):
         time.sleep(0.01)
     background.finish({})
     assert said == ["it: no access for ***; no longer recording there"]
-    assert not background.waiting or failing != "lines"
+    assert not background.waiting or failing != "write"
 
 
 def test_without_a_start_nothing_happens():
