@@ -9,9 +9,12 @@ archive is addressed as ARCHIVE/NAME, such as `docs/results/runs/corpus_seeds/mu
 there is no such folder; `muown_train.runs.record.read_run` takes that path.
 """
 
+import fnmatch
+import glob
 import io
 import json
 import lzma
+import os
 import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -117,6 +120,13 @@ def list_archives(folder: Path) -> Iterator[RunArchive]:
     """Yield the archives in a folder, sorted by name."""
     for path in sorted(folder.glob("*.json")):
         yield RunArchive(folder / path.name.removesuffix(".json"))
+
+
+def find_archived_runs(pattern: str) -> list[Path]:
+    """Return the paths of archived runs that a path or a pattern matches, such as `docs/results/runs/*/muown-*`."""
+    archives, name = os.path.split(pattern)
+    found = [RunArchive(Path(path.removesuffix(".json"))) for path in sorted(glob.glob(f"{archives}.json"))]
+    return [archive.path / run for archive in found for run in archive.entries if fnmatch.fnmatchcase(run, name)]
 
 
 def _pack(files: Mapping[str, bytes]) -> bytes:

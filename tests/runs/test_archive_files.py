@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from muown_train.runs.archive_files import ArchivedRun, RunArchive, list_archives
+from muown_train.cli.commands.compare import find_paths
+from muown_train.runs.archive_files import ArchivedRun, RunArchive, find_archived_runs, list_archives
 from muown_train.runs.metrics import encode_line
 from muown_train.runs.record import NoRun, read_archived_runs, read_run
 from tests.helpers.folders import line, settings, write
@@ -102,6 +103,15 @@ def test_runs_are_found_by_relative_paths(path, tmp_path, monkeypatch):
     assert read_run("kept/a").seed == 4 and read_run("b").seed == 5 and len(read_archived_runs(Path())) == 1
     with pytest.raises(NoRun, match=r"^c is no folder"):
         read_run("c")
+
+
+def test_archived_runs_are_found_by_patterns(path):
+    RunArchive(path).write({"a-lr=0.1": record(0), "b-lr=0.1": record(1)})
+    RunArchive(path.with_name("other")).write({"a-lr=0.2": record(2)})
+    found = find_archived_runs(f"{path.parent}/*/a-*")
+    assert found == [path.with_name("other") / "a-lr=0.2", path / "a-lr=0.1"]
+    assert find_archived_runs(f"{path}/b-lr=0.1") == [path / "b-lr=0.1"] and not find_archived_runs("b-lr=0.1")
+    assert find_paths([f"{path}/*"]) == [path / "a-lr=0.1", path / "b-lr=0.1"]
 
 
 def test_a_folder_comes_before_an_archive_of_its_name(path):

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from muown_train.cli.errors import CommandParser, report_errors
 from muown_train.experiments.compare import MAX_SIDE_BY_SIDE, Comparison, compare_runs, describe_state
+from muown_train.runs.archive_files import find_archived_runs
 from muown_train.runs.record import NoRun, RunRecord, read_run
 
 
@@ -39,7 +40,9 @@ def main(words: Sequence[str]) -> None:
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     """Parse and check the words that follow the command's name."""
     parser = CommandParser(__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs, or patterns of them")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="folders of runs, archived runs (ARCHIVE/NAME), or patterns of them"
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("compare"), metavar="DIR", help="folder of what is written (default compare)"
     )
@@ -54,7 +57,7 @@ def find_paths(words: Iterable[str]) -> list[Path]:
     """
     paths: list[Path] = []
     for word in words:
-        matches = [word] if Path(word).exists() else sorted(glob.glob(word))
+        matches = [word] if Path(word).exists() else [*sorted(glob.glob(word)), *find_archived_runs(word)]
         if not matches:
             raise ValueError(f"there is no folder {word}: give those of runs, such as runs/NAME or 'runs/*'")
         paths += map(Path, matches)
