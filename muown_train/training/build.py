@@ -17,7 +17,7 @@ from muown_train.data.cache import cache_folder
 from muown_train.data.loader import Loader
 from muown_train.data.rows import RowSource
 from muown_train.data.sources import RunInfo, build_data
-from muown_train.data.workers import clone_rows, add_workers
+from muown_train.data.workers import add_workers, clone_rows
 from muown_train.models.language_model import LanguageModel, build_model
 from muown_train.optim import shard
 from muown_train.runs import manifest
