@@ -41,7 +41,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     """Parse and check the words that follow the command's name."""
     parser = CommandParser(__doc__)
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="folders of runs, archived runs (ARCHIVE/NAME), or patterns of them"
+        "runs", nargs="+", metavar="RUN", help="folders of runs, archived runs (ARCHIVE/NAME), or patterns of either"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("compare"), metavar="DIR", help="folder of what is written (default compare)"
@@ -57,10 +57,11 @@ def find_paths(words: Iterable[str]) -> list[Path]:
     """
     paths: list[Path] = []
     for word in words:
-        matches = [word] if Path(word).exists() else [*sorted(glob.glob(word)), *find_archived_runs(word)]
+        matches = [Path(path) for path in ([word] if Path(word).exists() else sorted(glob.glob(word)))]
+        matches = matches or find_archived_runs(word)
         if not matches:
             raise ValueError(f"there is no folder {word}: give those of runs, such as runs/NAME or 'runs/*'")
-        paths += map(Path, matches)
+        paths += matches
     return paths
 
 
