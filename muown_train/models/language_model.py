@@ -1,4 +1,4 @@
-"""What the trainer and other rooms may expect of a model, whatever its architecture; and how one is built."""
+"""The interface of all models, and `build_model`, which builds the configured one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -32,7 +32,7 @@ FAILED_GRACE = 10.0  # seconds from a rank's "failed" to the end of the others
 _ANSWER_TIMEOUT = 15.0  # seconds to connect, or to learn which rank is lost once a collective has failed
 _LONGEST_LINE = 1000  # bytes
 _RESUME = "the same command goes on from the last checkpoint"
-# what gloo and NCCL say when a peer has gone (their time-outs are left out: then a peer is late, not gone)
+# words of gloo and NCCL for a peer that has gone (their time-outs are left out: then a peer is late, not gone)
 _BROKEN = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused"),
     *("remote process exited", "ncclRemoteError"),
@@ -116,7 +116,7 @@ class HeartbeatMonitor:
         self.rank, self.hosts, self.lost_after = rank, hosts, lost_after
         self.step = 0  # the last step that is done, for the message; World.record_step sets it
         self._connection, self._token, self._interval = connection, token, min(lost_after / 10, 5.0)
-        self._last_word: str | None = None  # what this rank says as it leaves
+        self._last_word: str | None = None  # set when this rank leaves: "bye" or "failed"
         self._wake_sender, self._wake_receiver = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._peers: dict[socket.socket, _Peer] = {}

@@ -144,7 +144,7 @@ def test_impossible_sizes(changes, part):
 
 
 def made(experiment: str, *overrides: str):
-    """Build the run of the experiment's file, with a model of the benchmark's shape but a small width."""
+    """Return what an experiment's file makes, with the benchmark's depth but a small width."""
     sizes = ("model.dim=64", "model.heads=1", "model.vocab_size=64")
     config = load_config([f"experiment={experiment}", *sizes, *overrides])
     model = build_model(config.model, config.seq_len)
