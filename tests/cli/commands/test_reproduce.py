@@ -15,9 +15,9 @@ from muown_train.cli.commands import reproduce as command
 from muown_train.config.compose import compose_config
 from muown_train.experiments.grid import load_grid
 from muown_train.experiments.slurm_queue import record_job
-from muown_train.runs.record import read_run
+from muown_train.runs.record import read_archived_runs, read_run
 from muown_train.runtime.formatting import format_lr
-from tests.helpers.experiments import fill, match_paper
+from tests.helpers.experiments import compose_once, fill, match_paper  # noqa: F401
 from tests.helpers.paths import COMMAND, ROOT
 from tests.helpers.runs import metrics, wait_until
 
@@ -68,9 +68,9 @@ def test_a_part_of_an_experiment(reproduce, tmp_path):
     assert list(states(said)) == ["muon_wd0-paper_exact=True-lr=0.002-seed=0"]
 
 
-@pytest.mark.parametrize("scale", [None, "tiny"])
-def test_a_further_axis_is_set_as_a_command_line_would_set_it(scale):
-    grid = load_grid("124m_weight_decay", scale).select(points=1)
+@pytest.mark.parametrize(("scale", "series"), [(None, None), ("tiny", ["muon"])])
+def test_a_further_axis_is_set_as_a_command_line_would_set_it(scale, series):
+    grid = load_grid("124m_weight_decay", scale).select(points=1, series=series)
     for point in grid.expand(["grad_clip=2"]):
         composed_anew = OmegaConf.to_container(compose_config(list(point.overrides)), resolve=True)
         assert composed_anew == point.config and point.config["optim"]["weight_decay"] == point.value
@@ -170,8 +170,8 @@ def test_what_cannot_be_is_one_sentence(reproduce, capsys, words, message):
 @pytest.mark.parametrize(
     ("file", "content", "state", "said"),
     [
-        ("metrics.jsonl", '{"step": 0}\n{"step": 1, "valid/loss": 7.0}\n{"st', "damaged", "ends at update 1, the run"),
-        ("metrics.jsonl", None, "damaged", "metrics.jsonl ends at update 0, the run at update 2"),
+        ("metrics.jsonl", '{"step": 0}\n{"step": 1, "valid/loss": 7.0}\n{"st', "damaged", "ends at step 1, the run"),
+        ("metrics.jsonl", None, "damaged", "metrics.jsonl ends at step 0, the run at step 2"),
         ("config.yaml", "{[not yaml: : :", "damaged", "config.yaml is not YAML"),
         ("config.yaml", "", "damaged", "config.yaml does not hold settings"),
         ("status.json", '{"st', "cut off", ""),
@@ -193,7 +193,7 @@ def test_a_damaged_run_counts_for_nothing_and_holds_nothing_up(
     assert f"| {format_lr(first.lr)} | — |" in made and f"| {format_lr(second.lr)} | 14.00 |" in made
     monkeypatch.setattr(command, "ARCHIVE", tmp_path / "archive")
     kept = reproduce(*words, "action=archive")[1]
-    assert [path.name for path in (tmp_path / "archive").glob("*")] == [second.name], kept
+    assert [run.name for run in read_archived_runs(tmp_path / "archive")] == [second.name], kept
 
 
 @pytest.mark.parametrize("action", ["submit", "archive"])
