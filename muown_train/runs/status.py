@@ -28,7 +28,7 @@ class Outcome:
     reason: str = ""
 
 
-class GaveUp(Exception):
+class RepeatedFailure(Exception):
     """The same step has failed too often."""
 
 
@@ -50,7 +50,7 @@ def count_start(folder: Path, give_up_after: int, world: "World") -> None:
         give_up_after: the number of starts in a row, of the same SLURM job or of none, that may fail at the same step.
 
     Raises:
-        GaveUp: that many have failed; raised on every rank.
+        RepeatedFailure: that many have failed; raised on every rank.
         OSError: the folder cannot be written.
     """
     world.run_on_main(lambda: _record_start(folder, give_up_after))
@@ -75,7 +75,7 @@ def _record_start(folder: Path, give_up_after: int) -> None:
         starts[-1]["failed_at"] = None  # whoever starts it again has looked at the cause
     write_atomic(path, "".join(json.dumps(start) + "\n" for start in starts).encode())
     if given_up:
-        raise GaveUp(
+        raise RepeatedFailure(
             f"{folder}: {give_up_after} starts in a row failed after step {failed_at}; look at the log, "
             "mend the cause, and start the run again"
         )

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from muown_train.runs.status import GaveUp, Outcome, count_start, read_status, write_status
+from muown_train.runs.status import Outcome, RepeatedFailure, count_start, read_status, write_status
 from tests.cli.test_main import small
 from tests.helpers.ranks import on_ranks, start_command
 from tests.helpers.runs import HERE, built, metrics, slow_but, trained, wait_until
@@ -158,7 +158,7 @@ def test_gives_up_after_three_failures_at_one_update(tmp_path, found, monkeypatc
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     started_often(tmp_path, *found)
     step = found[-1] if isinstance(found[-1], int) else 5 if "early" in found else 0
-    with pytest.raises(GaveUp, match=f"3 starts in a row failed after step {step};"):
+    with pytest.raises(RepeatedFailure, match=f"3 starts in a row failed after step {step};"):
         started_often(tmp_path, found[-1])
     started_often(tmp_path, found[-1])  # by somebody who has read this
     monkeypatch.setenv("SLURM_JOB_ID", "2")

@@ -8,12 +8,14 @@ import pytest
 import torch
 from filelock import FileLock
 
+from muown_train.cli.commands import evaluate
 from muown_train.runs import checkpoint_files as files
 from muown_train.runs.checkpoint import Checkpoints
+from muown_train.runs.hf.export import export_run
 from muown_train.runs.saved_run import open_run, write_run
 from muown_train.runtime.distributed import World
 from tests.helpers.ranks import on_ranks
-from tests.helpers.runs import trained
+from tests.helpers.runs import metrics, trained
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +55,21 @@ def train_on_this_rank(world: World, corpus: Path, out: Path) -> dict[str, torch
 
 
 @pytest.mark.slow
-def test_of_two_ranks(corpus, tmp_path):
+def test_a_run_of_two_ranks_is_read_exported_and_evaluated(corpus, tmp_path):
+    transformers = pytest.importorskip("transformers")
     weights = on_ranks(2, train_on_this_rank, corpus, tmp_path)[0]
-    loaded = dict(open_run(tmp_path / "run").load_model().named_parameters())
+    saved = open_run(tmp_path / "run")
+    loaded = dict(saved.load_model().named_parameters())
     assert loaded.keys() == weights.keys()
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+    export_run(saved, tmp_path / "hf")
+    theirs = dict(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").named_parameters())
+    _, _, v = weights["blocks.1.attention.qkv.weight"].chunk(3)
+    assert torch.equal(theirs["model.layers.1.self_attn.v_proj.weight"], v)
+    assert torch.equal(theirs["model.layers.1.mlp.down_proj.weight"], weights["blocks.1.mlp.out.weight"])
+    evaluate.main([str(tmp_path / "run"), f"cache={tmp_path}/elsewhere", "--json", str(tmp_path / "results.json")])
+    [found] = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert found["all"]["loss"] == pytest.approx(metrics(tmp_path / "run")[-1]["valid/loss"], rel=1e-6)
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_left(corpus, tmp_path, capsys):

@@ -52,9 +52,9 @@ def build_view(entity: str, project: str, group: str | None, name: str) -> Any:
         "Loss by optimizer": _loss_panels(),
         "Final perplexity": [_learning_rate_panel()],
         "Spectra": [_curve("Spectra", metric_regex="^spectral/.*")],
-        "Updates": [
+        "Steps": [
             _curve("Gradient norm", "train/grad_norm", log_y=True),
-            _curve("Skipped updates", "train/skipped_updates"),
+            _curve("Skipped steps", "train/skipped_updates"),
             _curve("Learning rate", "train/lr"),
         ],
         "Speed": [

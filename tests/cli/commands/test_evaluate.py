@@ -17,7 +17,6 @@ from muown_train.data.text.eval_texts import count_token_bytes, encode_sources, 
 from muown_train.data.text.tokenizer import HubTokenizer, load_tokenizer
 from muown_train.data.token_file import read_tokens
 from muown_train.runs.saved_run import open_run
-from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import metrics, trained
 from tests.helpers.text_files import find_tokenizer, word_tokenizer_json
 from tests.models.test_gpt import as_llama
@@ -153,17 +152,6 @@ def test_held_out_text_of_a_data_configuration(other, run, evaluate, corpus):
     ids = read_tokens(next(folder.glob("*val*.bin")))[:3001]
     text = load_tokenizer(settings["tokenizer"]).decode(ids.tolist()).replace("<|endoftext|>", "")
     assert 2900 < found["all"]["bytes"] == len(text)
-
-
-def train_on_this_rank(world, corpus, out):
-    trained(corpus, out, "micro_batch=1", world=world)
-
-
-@pytest.mark.slow
-def test_of_two_ranks(corpus, tmp_path, evaluate):
-    on_ranks(2, train_on_this_rank, corpus, tmp_path)
-    found = evaluate(tmp_path / "run", f"cache={tmp_path}/elsewhere")[1][0]
-    assert found["all"]["loss"] == pytest.approx(metrics(tmp_path / "run")[-1]["valid/loss"], rel=1e-6)
 
 
 def test_data_that_have_changed_are_refused(corpus, tmp_path, evaluate, capsys):

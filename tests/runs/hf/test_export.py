@@ -22,8 +22,6 @@ from muown_train.runs.hf.export import export_run
 from muown_train.runs.hf.folder import read_transformers_folder
 from muown_train.runs.hf.import_hf import import_folder
 from muown_train.runs.saved_run import open_run, write_run
-from muown_train.runtime.distributed import World
-from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import trained
 from tests.helpers.text_files import find_tokenizer
 
@@ -152,21 +150,6 @@ def test_export_and_import_give_the_same_bits(run, exported, tmp_path):
     ids = torch.randint(size, (2, 32))
     with torch.no_grad():
         torch.testing.assert_close(after.load_model()(ids), before.load_model()(ids)[..., :size], atol=1e-6, rtol=1e-6)
-
-
-def train_on_this_rank(world: World, corpus: Path, out: Path) -> dict[str, torch.Tensor]:
-    model = trained(corpus, out, "micro_batch=1", world=world).model
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-@pytest.mark.slow
-def test_of_a_run_of_two_ranks(corpus, tmp_path):
-    weights = on_ranks(2, train_on_this_rank, corpus, tmp_path)[0]
-    export_run(open_run(tmp_path / "run"), tmp_path / "hf")
-    theirs = dict(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").named_parameters())
-    _, _, v = weights["blocks.1.attention.qkv.weight"].chunk(3)
-    assert torch.equal(theirs["model.layers.1.self_attn.v_proj.weight"], v)
-    assert torch.equal(theirs["model.layers.1.mlp.down_proj.weight"], weights["blocks.1.mlp.out.weight"])
 
 
 def test_bfloat16(run, tmp_path):
