@@ -65,6 +65,8 @@ def _call(
         with path.open("ab") as file:
             os.dup2(file.fileno(), number)
     _take_environment(environment)
+    # A daemon ends with the test, but may have no processes of its own, such as those that read data.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     function(*args)
 
 
