@@ -99,6 +99,7 @@ def test_killed_on_two_ranks_it_goes_on_on_one(at_the_hub, tmp_path):
     finally:
         for process in running:
             process.kill()
+        for process in running:
             process.join()
     assert [process.exitcode for process in running] == [-signal.SIGKILL] * 2
     steps = metrics(out / "run")[-1]["step"] + 5
