@@ -141,14 +141,10 @@ def test_settings_that_do_not_define_a_run_are_the_command_lines(corpus, tmp_pat
     words = ["tokens=512", "model.activation_checkpointing=1", "micro_batch=4", "grad_clip=0.5", "keep_best=true"]
     run = continuing(corpus, tmp_path, stable, *words)
     run.close()
-    top, config = run.config, run.resolved
-    assert (top.micro_batch, top.grad_clip, top.keep_best, config["model"]["activation_checkpointing"]) == (
-        4,
-        0.5,
-        True,
-        1,
-    )
-    assert (top.precision, top.eval_every, top.seq_len, config["model"]["dim"]) == ("float32", 5, 32, 32)
+    config = run.config
+    given = (config.micro_batch, config.grad_clip, config.keep_best, config.model["activation_checkpointing"])
+    assert given == (4, 0.5, True, 1)
+    assert (config.precision, config.eval_every, config.seq_len, config.model["dim"]) == ("float32", 5, 32, 32)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +158,7 @@ def test_settings_that_do_not_define_a_run_are_the_command_lines(corpus, tmp_pat
         (["tokens=512", "precision=bfloat16"], "precision cannot be given with"),
         ([], "needs tokens=…"),
         (["tokens=512", "schedule=wsd"], "is for schedule=decay_from"),
-        (["tokens=10"], "no update of batch_tokens=256"),
+        (["tokens=10"], "less than one step of batch_tokens=256"),
     ],
 )
 def test_what_cannot_be_said_with_it(corpus, tmp_path, stable, words, message):
@@ -179,7 +175,7 @@ def test_without_a_checkpoint_it_is_nothing(corpus, tmp_path):
 def test_a_checkpoint_of_weights_alone_and_a_folder_that_is_none(corpus, tmp_path, stable):
     saved = open_run(stable)
     write_run(tmp_path / "average", saved.load_weights(), saved.config.to_dict(), 12, saved.data, None, {})
-    with pytest.raises(ValueError, match="step-00000012 holds weights alone"):
+    with pytest.raises(ValueError, match="step-00000012 holds only weights"):
         continuing(corpus, tmp_path, tmp_path / "average", "tokens=512")
     with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
         continuing(corpus, tmp_path, tmp_path / "nowhere", "tokens=512")

@@ -1,0 +1,69 @@
+"""How commands end: exit statuses, and one sentence on standard error for whatever a user can cause."""
+
+import argparse
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from muown_train.cli.messages import explain_error
+from muown_train.cli.process import is_output_closed
+
+FAILED, WRONG, GAVE_UP, INTERRUPTED = 1, 2, 3, 130
+# these are faults of the machine, not of a setting: the same command may go on later
+_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+
+
+class CommandFailed(Exception):
+    """A command failed for a reason that one sentence tells; the same command may go on later."""
+
+
+@contextmanager
+def report_errors(settings: list[str] | None = None) -> Iterator[None]:
+    """End the process with one sentence for an error that a user can cause; MUOWN_TRACEBACK=1 shows the traceback.
+
+    Args:
+        settings: the `key=value` words that were given; by default those of the command line.
+    """
+    if settings is None:
+        settings = [word for word in sys.argv[1:] if not word.startswith("-")]
+    try:
+        yield
+    except KeyboardInterrupt:
+        exit_with("interrupted; the same command goes on from the last checkpoint, if there is one", INTERRUPTED)
+    except (ValueError, OSError, HydraException, OmegaConfBaseException, CommandFailed) as error:
+        if os.environ.get("MUOWN_TRACEBACK") == "1" or (isinstance(error, BrokenPipeError) and is_output_closed()):
+            raise
+        passing = isinstance(error, CommandFailed | ConnectionError)
+        passing |= isinstance(error, OSError) and error.errno in _PASSING
+        exit_with(f"error: {explain_error(error, settings)}", FAILED if passing else WRONG)
+
+
+def exit_with(sentence: str, status: int) -> NoReturn:
+    """Print a sentence on standard error, after this process's rank if it has one, and exit."""
+    rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+    print(f"{rank}{sentence}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose description is printed as it is written, and whose errors are one sentence."""
+
+    def __init__(self, description: str | None = None, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(description=description, **options)
+
+    def error(self, message: str) -> NoReturn:
+        exit_with(f"error: {message}; see --help", WRONG)
+
+    def parse_steps(self, words: str | None) -> list[int] | None:
+        """Return the steps of checkpoints that `--steps A,B` gives."""
+        try:
+            return None if words is None else [int(step) for step in words.split(",")]
+        except ValueError:
+            self.error(f"--steps {words} must be steps with commas between them, such as 100,200,300")

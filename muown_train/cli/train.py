@@ -1,0 +1,151 @@
+"""`muown-train key=value …`: train a language model, or go on where this run stopped.
+
+Exit status: 0 the run is finished, has diverged (a result), or was stopped and saved; 1 it failed, and the same command
+goes on; 2 a setting that cannot be; 3 the same step has failed too often; 130 interrupted at once; 141 nobody reads
+its standard output any more.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from muown_train.cli.errors import GAVE_UP, CommandFailed, exit_with, report_errors
+from muown_train.cli.help import format_help, format_version
+from muown_train.cli.messages import check_flags, explain_error
+from muown_train.cli.process import importing_torch
+from muown_train.config.compose import CONFIG_DIR, check_config, load_config, register_resolvers
+from muown_train.config.overrides import quote_text
+from muown_train.config.schema import RunConfig
+from muown_train.runtime.atomic_files import write_atomic
+from muown_train.runtime.redaction import redact, redact_tracebacks
+
+if TYPE_CHECKING:
+    from muown_train.runs.status import Outcome
+    from muown_train.training.run import Run
+
+
+def main(words: Sequence[str]) -> None:
+    """Train what the words of a command line describe.
+
+    Settings alone are composed here. Flags such as --multirun and --cfg are Hydra's, and go through its own main.
+    """
+    if {"--help", "-h"} & set(words):
+        print(format_help(CONFIG_DIR))
+    elif "--version" in words:
+        print(format_version())
+    elif any(word.startswith("-") for word in words):
+        _run_hydra(words)
+    else:
+        # a traceback of a failure must not show secrets that stand in settings
+        with redact_tracebacks(), report_errors(list(words)):
+            config = load_config(words)
+            train(config, words)
+
+
+def train(config: RunConfig, overrides: Sequence[str]) -> None:
+    """Build the run of a configuration, train it, and say how it ended.
+
+    Args:
+        overrides: the words of the command line that the configuration was made of.
+    """
+    with importing_torch():  # this takes seconds, and errors in settings are known by now
+        from muown_train.cli.summary import report_end
+        from muown_train.runs.status import RepeatedFailure
+        from muown_train.runtime.distributed import join_world
+        from muown_train.training.build import build_run
+        from muown_train.training.continuation import continue_from_checkpoint
+
+    with join_world() as here:
+        try:
+            # the newest checkpoint may change meanwhile, so one rank looks for all
+            config, source = here.run_on_main(lambda: continue_from_checkpoint(config, overrides))
+            run = build_run(config, here, source)
+        except RepeatedFailure as error:
+            exit_with(str(error), GAVE_UP)
+        try:
+            ended_before = run.resume()
+            outcome = ended_before or train_run(run)
+            if here.is_main:
+                with ignoring_stop_signals():
+                    report_end(run, outcome, already=ended_before is not None)
+        except OSError as error:  # settings are right: a file or a connection that worked until now does not
+            sentence = explain_error(error, [])
+            goes_on = "" if "the same command" in sentence else "; the same command goes on from the last checkpoint"
+            raise CommandFailed(f"{sentence}{goes_on}") from error
+        finally:
+            run.close()
+    if outcome.state == "stopped":
+        sys.exit(0)  # --multirun begins no further job
+
+
+def train_run(run: "Run") -> "Outcome":
+    """Train a run. From here on a ValueError is no wrong setting, and keeps its traceback."""
+    import torch
+
+    try:
+        return run.train()
+    except ValueError as error:
+        raise RuntimeError(f"training failed after step {run.trainer.step}") from error
+    except torch.OutOfMemoryError as error:
+        sentence = f"{str(error).splitlines()[0]} Lower micro_batch, now {run.config.micro_batch}"
+        raise CommandFailed(sentence) from error
+
+
+@contextmanager
+def ignoring_stop_signals() -> Iterator[None]:
+    """Ignore signals that ask for a stop: the run has ended, and SLURM sends some signals twice."""
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _run_hydra(words: Sequence[str]) -> None:
+    """Let Hydra act on its flags: several jobs, the composed configuration, shell completion."""
+    register_resolvers()
+    with report_errors([]):
+        check_flags(words)
+    if {"-sc", "--shell-completion"} & set(words):
+        sys.argv[0] = "muown-train"  # the name that shells complete; Hydra's functions cannot for `python -m`
+    sys.argv[1:] = [word if word.startswith("-") else quote_text([word])[0] for word in words]
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # lets errors in the overrides reach `report_errors`
+    try:
+        with report_errors():
+            _train_job()
+    finally:
+        if before is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+
+
+@hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="train")
+def _train_job(composed: DictConfig) -> None:
+    """Train a configuration that Hydra has composed, such as a job of --multirun."""
+    # Hydra reports errors that leave this function in its own words, but lets an exit pass
+    with redact_tracebacks(), report_errors():
+        chosen = HydraConfig.get()
+        overrides = list(chosen.overrides.task)
+        if chosen.mode == RunMode.MULTIRUN:
+            _redact_file(Path(chosen.sweep.dir) / "multirun.yaml")  # in which Hydra keeps the command line
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise ValueError(
+                    "--multirun trains one job after the other in one process: under torchrun start each alone"
+                )
+        train(check_config(composed, chosen.runtime.choices, overrides), overrides)
+
+
+def _redact_file(file: Path) -> None:
+    """Replace secrets in a text file by ***."""
+    if file.exists():
+        write_atomic(file, redact(file.read_text()).encode())
