@@ -23,8 +23,8 @@ def check_int(key: str, value: Any, least: int) -> int:
     return int(value)
 
 
-def check_positive(key: str, value: Any, unit: str = "") -> float:
-    """Return `value`, a finite number above 0.
+def check_positive(key: str, value: Any, unit: str = "") -> Any:
+    """Return `value`, a finite number above 0, as it is.
 
     Args:
         unit: the words that follow "a positive number" in the message, such as " of minutes".

@@ -52,7 +52,7 @@ def check_config(composed: DictConfig, choices: Mapping[str, Any], overrides: Se
     check_overrides(overrides)
     if OmegaConf.is_list(composed.trust):
         check_trust(composed.trust, overrides)
-    settings = OmegaConf.masked_copy(composed, [key for key in composed if key not in ("hydra", "experiment")])
+    settings = OmegaConf.masked_copy(composed, [str(key) for key in composed if key not in ("hydra", "experiment")])
     tree: dict[str, Any] = OmegaConf.to_container(settings, resolve=True)  # type: ignore[assignment]
     return parse_config(tree, default_run_name(choices, overrides, composed.seed))
 

@@ -141,7 +141,7 @@ def _positive_or_null(unit: str = "") -> _Check:
     return _or_null(lambda key, value: check_positive(key, value, f"{unit} or null"))
 
 
-def _reduce_dtype(key: str, value: Any) -> str | None:
+def _reduce_dtype(key: str, value: Any) -> Any:
     if value is not None and value not in ("bfloat16", "float32"):
         raise ValueError(f"{key}={value!r} must be bfloat16, float32 or null")
     return value

@@ -150,7 +150,8 @@ def test_names_beside_each_other():
     assert suggest_nearest("67M", ["67m", "1b"]) == " (did you mean 67m?)"
     assert suggest_nearest("optimizer", ["shard_optimizer", "optim"]) == " (did you mean optim?)"
     assert suggest_nearest("epochs", ["seed", "tokens"]) == ""
-    assert explain_stray_word(["é["], 0) == "cannot read 'é[': settings are key=value, text with special characters in quotes"
+    expected = "cannot read 'é[': settings are key=value, text with special characters in quotes"
+    assert explain_stray_word(["é["], 0) == expected
 
 
 def test_the_installed_command_and_the_module_are_one():

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from muown_train.cli.main import main
 from muown_train.data.shards import prepare
 from tests.data.hub.test_hub import build
 from tests.helpers.hub_server import Fault, Hub
@@ -126,12 +127,10 @@ def test_the_production_configuration_from_a_hub_that_fails(tmp_path):
 )
 def test_bad_words_are_one_sentence(words, message, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["prepare_data.py", *words])
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    import prepare_data
-
+    monkeypatch.setattr(sys, "argv", ["muown-train", "prepare", *words])
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # Ctrl-C is the test runner's here
     with pytest.raises(SystemExit) as stopped:
-        prepare_data.main()
+        main()
     said = capsys.readouterr().err
     assert stopped.value.code == 2 and message in said and said.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
