@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from muown_train.analysis.validation import evaluate
 from muown_train.config.schema import Schedule, TrainerSettings
 from muown_train.data.loader import Batch, Loader
-from muown_train.optim.core.skip_step import step_unless
+from muown_train.optim.core.skip_step import step_or_skip
 from muown_train.runs.checkpoint import Checkpoints, ModelState, OptimizerState, State, Stateful
 from muown_train.runs.metrics import Line, Metrics, Sink
 from muown_train.runs.rng_state import RandomState
@@ -119,12 +119,12 @@ class Trainer:
         line: Line = {"step": self.step + 1, "tokens": self.tokens + targets}
         line["train/lr"] = self.base_lrs[0] * multiplier
         # Gradients are reduced already, so every rank decides alike.
-        step_unless((~torch.isfinite(grad_norm)).float(), self.optimizer)
+        step_or_skip(self.optimizer, (~torch.isfinite(grad_norm)).float())
         self.optimizer.zero_grad(set_to_none=self.replica is self.model)  # DDP's gradients must stay, see `wrap_in_ddp`
         self.step, self.tokens = line["step"], line["tokens"]
         self.world.record_step(self.step)
-        # The batch ends at the loader's place. Rows that are skipped may lie before it.
-        span = (self.loader.place - targets // self.settings.seq_len, self.loader.place)
+        # The batch ends at the loader's next row. Rows that are skipped may lie before it.
+        span = (self.loader.next_row - targets // self.settings.seq_len, self.loader.next_row)
         return StepRecord(line, loss, grad_norm, batch.hash, span, data_state, fault, waited)
 
     def next_batch(self) -> tuple[Batch, str | None]:
@@ -239,7 +239,7 @@ class Trainer:
         lines, skipped = self.step_metrics.collect()
         if self.metrics:
             for event in skipped:
-                self.metrics.event(event)
+                self.metrics.append_event(event)
         return lines
 
     def measure(self, evaluation: bool, probe: bool) -> Line:
@@ -292,7 +292,7 @@ class Trainer:
         self.rewind_metrics(step)
         if self.metrics:
             event = {"kind": "rollback", "step": from_step, "to": step, "rows": bad_rows, "reason": reason}
-            self.metrics.event(event)
+            self.metrics.append_event(event)
             print(f"{reason}: going back to step {step} and leaving out {len(bad_rows)} batches", flush=True)
         return None
 
