@@ -14,12 +14,14 @@ from muown_train.config.compose import compose_config
 from muown_train.config.overrides import check_overrides
 from muown_train.config.schema import parse_config
 from muown_train.experiments import grid as grid_module
+from muown_train.experiments.archive import collect_run
 from muown_train.experiments.cost import estimate_gpu_hours, make_plans
 from muown_train.experiments.grid import list_grids, load_grid, pick_evenly
 from muown_train.experiments.progress import read_progress, same_settings, summarize
 from muown_train.experiments.report.tables import escape_latex
 from muown_train.experiments.scale import SCALES
 from muown_train.models.language_model import build_model
+from muown_train.runs.archive_files import RunArchive
 from muown_train.runs.record import get_defining_settings
 from muown_train.runtime.formatting import format_lr
 from muown_train.training.optimizers import build_optimizer
@@ -88,9 +90,10 @@ def test_runs_of_our_own_are_other_runs_in_small_too(name, tmp_path):
     grid = load_grid(name, "tiny")
     points = grid.expand()
     assert len(read_progress(grid, points, str(tmp_path))) == OURS[name][0]
+    stdlib = compose_config(["data=stdlib"]).data
     for point in {point.curve.key: point for point in points}.values():
         check_overrides(point.overrides)  # or no command could train it
-        assert point.config["data"] == compose_config([*point.overrides]).data == compose_config(["data=stdlib"]).data
+        assert point.config["data"] == compose_config([*point.overrides]).data == stdlib
 
 
 def test_cells_that_are_one_run(tmp_path):
@@ -198,11 +201,16 @@ def test_the_expected_gpu_hours(name):
 
 def test_runs_are_found_by_their_settings(multiseed, tmp_path):
     grid, points = multiseed
-    states = lambda: [status.state for status in read_progress(grid, points, str(tmp_path / "runs"), tmp_path / "kept")]  # noqa: E731
+
+    def states():
+        return [status.state for status in read_progress(grid, points, str(tmp_path / "runs"), tmp_path / "kept")]
+
     assert set(states()) == {"missing"}
     first, second, third = points[:3]
     fill(tmp_path / "runs", [first], lambda point: 14.0)  # beside the experiments
-    fill(tmp_path / "kept" / "500m_magnitude", [second], lambda point: "diverged")  # of another, in the archive
+    fill(tmp_path / "moved", [second], lambda point: "diverged")
+    record = collect_run(tmp_path / "moved" / second.name, second.name)
+    RunArchive(tmp_path / "kept" / "500m_magnitude").write({second.name: record})  # the archive of another experiment
     older = tmp_path / "runs" / "another" / "name"
     fill(older.parent, [third], lambda point: 14.0)
     (older.parent / third.name).rename(older)
