@@ -1,25 +1,27 @@
-"""What a run will cost, before it costs anything: parameters, updates, memory of each GPU, hours on a given device.
+"""What a run will cost, before it costs anything: parameters, steps, memory of each GPU, hours on a given device.
 
-Nothing is trained or downloaded, and no GPU is needed. Time is an estimate of `roofline.py`, or follows from an MFU
-that is known.
+Nothing is trained or downloaded, and no GPU is needed. Memory comes from `analysis.cost.memory`; time is estimated by
+`analysis.cost.step_time`, or follows from an MFU that is known.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 
 from muown_train.analysis.cost.memory import (
-    Memory,
     Pass,
-    Sizes,
-    largest_micro_batch,
-    memory,
-    optimizer_memory,
-    sizes_of,
+    PassMemory,
+    StepMemory,
+    combine_memory,
+    estimate_optimizer_memory,
+    extrapolate_pass,
+    find_largest_micro_batch,
+    trace_pass,
 )
-from muown_train.analysis.cost.roofline import FRACTIONS, Update, update_time
+from muown_train.analysis.cost.step_time import LINK, MFU, StepTime, estimate_step_time
 from muown_train.config.budget import compute_batch_rows
 from muown_train.config.compose import load_config
 from muown_train.config.schema import RunConfig
@@ -30,167 +32,203 @@ from muown_train.runtime.hardware import Gpu, find_gpu
 from muown_train.training.optimizers import build_optimizer
 from muown_train.training.schedule import build_schedule
 
-# What is not tensors: CUDA's context and kernels, workspaces of cuBLAS and NCCL; and of the rest a part that the
-# allocator cannot use, in pieces between tensors. Assumed, not measured.
+# RESERVED bytes are not for tensors: CUDA's context and kernels, workspaces of cuBLAS and NCCL. A FRAGMENTED part of
+# the rest lies in pieces between tensors that the allocator cannot use. Both are assumed, not measured.
 RESERVED, FRAGMENTED = 2 * 2**30, 0.05
 
 
 @dataclass
 class Plan:
-    """A run and the machine it is for."""
+    """A run and the machine that it is planned for."""
 
     config: RunConfig
-    model: LanguageModel
+    model: LanguageModel  # on the meta device
     optimizer: Combined
-    sizes: Sizes
     steps: int
-    rows: int  # of an update on each rank
-    how: Pass
+    rows: int  # rows of a step on each rank
     gpu: Gpu
     device: str
     ranks: int
 
     @property
+    def autocast(self) -> bool:
+        return self.config.precision != "float32"
+
+    @property
     def accumulation(self) -> int:
-        return self.rows // self.how.rows
+        """The number of micro-batches of a step on each rank."""
+        return self.rows // self.config.micro_batch
 
     @property
     def owners(self) -> int:
-        """Ranks that the optimizer is spread over."""
+        """The number of ranks that the optimizer is spread over."""
         return self.ranks if self.config.shard_optimizer else 1
-
-    @cached_property
-    def of_ranks(self) -> list[tuple[int, int]]:
-        """What each rank takes for the optimizer, see `optimizer_memory`."""
-        return optimizer_memory(self.optimizer, self.owners, "cuda", self.how.width)
 
     @property
     def room(self) -> int:
+        """The bytes of a GPU that tensors may take."""
         return int((self.gpu.memory - RESERVED) * (1 - FRAGMENTED))
 
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
 
-def planned(overrides: list[str], device: str, ranks: int) -> Plan:
-    """The plan of a configuration, checked as `build` checks it.
+    @cached_property
+    def optimizer_memory(self) -> list[tuple[int, int]]:
+        """What the optimizer takes on each rank, see `estimate_optimizer_memory`."""
+        return estimate_optimizer_memory(self.optimizer, self.owners, "cuda", 2 if self.autocast else 4)
+
+    def trace(self, rows: int) -> PassMemory:
+        """Return the memory of a micro-batch of this many rows."""
+        how = Pass(rows, self.config.seq_len, self.autocast)
+        return _trace(json.dumps(self.config.model, sort_keys=True), tuple(self.config.trust), how)
+
+    @cached_property
+    def memory(self) -> StepMemory:
+        """The memory of the rank that needs most."""
+        return combine_memory(self.parameters, self.trace(self.config.micro_batch), self.optimizer_memory)
+
+    def find_largest_micro_batch(self) -> tuple[int, StepMemory] | None:
+        """Return the largest micro_batch that fits and its memory; None if not even one row fits."""
+        rows = self.config.micro_batch
+        traced, doubled = self.trace(rows), self.trace(2 * rows)
+
+        def estimate(wanted: int) -> StepMemory:
+            extrapolated = extrapolate_pass(traced, rows, doubled, 2 * rows, wanted)
+            return combine_memory(self.parameters, extrapolated, self.optimizer_memory)
+
+        return find_largest_micro_batch(estimate, self.rows, self.room)
+
+    @cached_property
+    def step_time(self) -> StepTime:
+        """The seconds of a step by the default MFU."""
+        return estimate_step_time(
+            self.model,
+            self.optimizer,
+            self.gpu,
+            self.config.batch_tokens,
+            self.autocast,
+            self.config.compile,
+            self.ranks,
+            self.owners,
+            gradient_bytes=2 if self.config.reduce_dtype == "bfloat16" else 4,
+        )
+
+    def estimate_seconds(self, mfu: float | None) -> float:
+        """Return the seconds of a step: by an MFU that is known for whole steps, or else by `step_time`."""
+        if mfu is None:
+            return self.step_time.total
+        return self.model.flops_per_token() * self.config.batch_tokens / (mfu * self.gpu.flops * self.ranks)
+
+    def estimate_hours(self, mfu: float | None) -> tuple[float, float]:
+        """Return the hours of training and of evaluations; times `ranks` they are GPU hours."""
+        seconds = self.estimate_seconds(mfu)
+        share = self.config.valid_tokens / self.config.batch_tokens / 3  # a forward pass is a third of a step
+        return self.steps * seconds / 3600, self.count_evaluations() * share * seconds / 3600
+
+    def count_evaluations(self) -> int:
+        """Return the number of evaluations: before the first step, after every `eval_every` steps, and at the end."""
+        return 1 + -(-self.steps // self.config.eval_every)
+
+
+@cache
+def _trace(model_settings: str, trust: tuple[str, ...], how: Pass) -> PassMemory:
+    """Trace a model of these settings, once for all plans that share it."""
+    with torch.device("meta"):
+        model = build_model(json.loads(model_settings), how.seq_len, trust)
+    return trace_pass(model, how)
+
+
+def make_plan(overrides: list[str], device: str, ranks: int) -> Plan:
+    """Return the plan of a configuration, which is checked as `build_run` checks it.
 
     Raises:
-        ValueError: a setting or a device that cannot be.
+        ValueError: a setting is wrong, or the device is unknown.
     """
     if ranks < 1:
         raise ValueError(f"--ranks {ranks} must be 1 or more")
-    card = find_gpu(device)
+    gpu = find_gpu(device)
     config = load_config(overrides)
-    batch = compute_batch_rows(config.batch_tokens, config.seq_len, config.micro_batch, ranks)
-    with torch.device("meta"):  # sizes without numbers
+    batch_rows = compute_batch_rows(config.batch_tokens, config.seq_len, config.micro_batch, ranks)
+    with torch.device("meta"):
         model = build_model(config.model, config.seq_len, config.trust)
     steps, _ = build_schedule(config, sum(p.numel() for p in model.parameters()))
-    how = Pass(config.micro_batch, config.seq_len, config.precision != "float32", compiled=config.compile)
-    sizes = sizes_of(model, how)
     optimizer = build_optimizer(config.optim, model, config.trust)
-    return Plan(config, model, optimizer, sizes, steps, batch // ranks, how, card, device, ranks)
+    return Plan(config, model, optimizer, steps, batch_rows // ranks, gpu, device, ranks)
 
 
-def of_parameters(plan: Plan) -> Iterator[str]:
-    """Parameters by role, updates, and how a GPU makes one."""
+def describe_parameters(plan: Plan) -> Iterator[str]:
+    """Yield lines on the parameters by role, the steps, and how a GPU computes one."""
     counts: dict[str, int] = {}
     roles = parameter_roles(plan.model)
     for name, parameter in plan.model.named_parameters():
         counts[roles[name].role] = counts.get(roles[name].role, 0) + parameter.numel()
     parts = ", ".join(f"{role} {count:,}" for role, count in counts.items())
     yield f"{sum(counts.values()):,} parameters: {parts}"
-    config, how = plan.config, plan.how
+    config = plan.config
     tokens = plan.steps * config.batch_tokens
-    micro = f"{plan.accumulation} micro-batch{'es' * (plan.accumulation > 1)} of {how.rows} x {how.seq_len} tokens"
-    yield f"{tokens:,} tokens: {plan.steps:,} updates of {config.batch_tokens:,}, on each of {plan.ranks} GPUs {micro}"
-    yield f"{'bfloat16 autocast' if how.autocast else 'float32'}, {'' if how.compiled else 'not '}compiled"
+    plural = "es" * (plan.accumulation > 1)
+    micro = f"{plan.accumulation} micro-batch{plural} of {config.micro_batch} x {config.seq_len} tokens"
+    yield f"{tokens:,} tokens: {plan.steps:,} steps of {config.batch_tokens:,}, on each of {plan.ranks} GPUs {micro}"
+    yield f"{'bfloat16 autocast' if plan.autocast else 'float32'}, {'' if config.compile else 'not '}compiled"
 
 
-def needed_memory(plan: Plan) -> Memory:
-    """Of the rank that needs most."""
-    return memory(plan.sizes, plan.how, plan.of_ranks)
-
-
-def of_memory(plan: Plan) -> Iterator[str]:
-    """The memory of the rank that needs most, and what would fit."""
-    needed = needed_memory(plan)
+def describe_memory(plan: Plan) -> Iterator[str]:
+    """Yield lines on the memory of the rank that needs most, and on the largest micro-batch that fits."""
+    memory = plan.memory
     yield f"\nmemory of a {plan.device}, GiB"
-    yield from lines_of(needed, plan)
-    fits = needed.peak <= plan.room
+    yield from _describe_memory_parts(plan)
+    fits = memory.peak <= plan.room
     yield (
-        f"{'fits' if fits else 'does not fit'}: {format_gib(needed.peak)} at most, where tensors have "
+        f"{'fits' if fits else 'does not fit'}: {format_gib(memory.peak)} at most, where tensors have "
         f"{format_gib(plan.room)} of {format_gib(plan.gpu.memory)}"
     )
-    found = largest_micro_batch(plan.sizes, plan.how, plan.rows, plan.room, plan.of_ranks)
-    if found is None:
+    largest = plan.find_largest_micro_batch()
+    if largest is None:
         yield (
             "not even micro_batch=1 fits: more ranks, more blocks in model.activation_checkpointing or a smaller model "
             "need less"
         )
     else:
-        size, taken = found
-        yield f"largest micro_batch that fits: {size}, with {format_gib(taken.peak)} at most"
+        rows, needed = largest
+        yield f"largest micro_batch that fits: {rows}, with {format_gib(needed.peak)} at most"
 
 
-def lines_of(needed: Memory, plan: Plan) -> Iterator[str]:
-    """Each part of the memory, GiB, and what it is."""
-    sizes = plan.sizes
+def _describe_memory_parts(plan: Plan) -> Iterator[str]:
+    memory, model = plan.memory, plan.model
     spread = "replicated" if plan.owners == 1 else f"the largest share of {plan.owners} ranks"
-    recomputed = sizes.activation_checkpointing
-    again = f", {recomputed} of {sizes.layers} blocks checkpointed" * bool(recomputed)
-    traced = ", counted as if not compiled: it may be less" * (sizes.traced is not None and plan.how.compiled)
+    kept = "kept for the backward pass"
+    if model.activation_checkpointing:
+        kept += f", {model.activation_checkpointing} of {model.layers} blocks checkpointed"
+    if plan.config.compile:
+        kept += ", counted as if not compiled: it may be less"
     rows = (
-        ("weights", needed.weights, "float32"),
-        ("gradients", needed.gradients, "float32"),
-        ("optimizer state", needed.state, spread),
-        ("activations", needed.activations, f"kept for the backward pass{again}{traced}"),
-        ("head, loss, backward", needed.head, "besides those at most"),
-        ("optimizer step", needed.step, "besides weights, gradients and state, when there are no activations"),
+        ("weights", memory.weights, "float32"),
+        ("gradients", memory.gradients, "float32"),
+        ("optimizer state", memory.state, spread),
+        ("activations", memory.activations, kept),
+        ("head, loss, backward", memory.temporary, "besides those at most"),
+        ("optimizer step", memory.step, "besides weights, gradients and state, when there are no activations"),
     )
     for name, size, note in rows:
         yield f"  {name:<21}{format_gib(size):>7}  {note}"
 
 
-def parts_of_update(plan: Plan) -> Update:
-    """Seconds of an update by the roofline."""
-    sent = 2 if plan.config.reduce_dtype == "bfloat16" else 4
-    return update_time(plan.sizes, plan.how, plan.gpu, plan.optimizer, plan.ranks, plan.accumulation, plan.owners, sent)
-
-
-def seconds_of_update(plan: Plan, mfu: float | None) -> float:
-    """By a known MFU, or else by the roofline."""
-    if mfu is None:
-        return parts_of_update(plan).total
-    return plan.model.flops_per_token() * plan.config.batch_tokens / (mfu * plan.gpu.flops * plan.ranks)
-
-
-def hours(plan: Plan, mfu: float | None) -> tuple[float, float]:
-    """Hours of training and of evaluations on all ranks together; times ranks, GPU hours."""
-    seconds = seconds_of_update(plan, mfu)
-    # a forward pass is a third
-    evaluating = evaluations(plan) * plan.config.valid_tokens / plan.config.batch_tokens * seconds / 3
-    return plan.steps * seconds / 3600, evaluating / 3600
-
-
-def evaluations(plan: Plan) -> int:
-    """Before the first update, and after every `eval_every` and the last."""
-    return 1 + -(-plan.steps // plan.config.eval_every)
-
-
-def of_time(plan: Plan, mfu: float | None) -> Iterator[str]:
-    """How long an update takes, and the run."""
+def describe_time(plan: Plan, mfu: float | None) -> Iterator[str]:
+    """Yield lines on how long a step takes, and the run."""
     per_token, peak = plan.model.flops_per_token(), plan.gpu.flops * plan.ranks
     tokens = plan.config.batch_tokens
     yield f"\n{per_token / 1e9:.3f} GFLOP per token, peak {plan.gpu.flops / 1e12:,.0f} TFLOP/s in bfloat16 each"
-    seconds = seconds_of_update(plan, mfu)
+    seconds = plan.estimate_seconds(mfu)
     if mfu is not None:
         yield f"at the MFU given, {mfu:.1%}:"
     else:
-        shown = ", ".join(f"{name} {value:.3f}" for name, value in vars(parts_of_update(plan)).items())
-        attained = ", ".join(f"{name} {value:.0%}" for name, value in FRACTIONS.items())
-        yield f"roofline, nothing overlaps, attained of peak rates: {attained}"
-        yield f"  seconds of an update: {shown}"
+        assumed = f"an MFU of {MFU[plan.config.compile]:.0%} for the model and the optimizer, {LINK:.0%} of the links"
+        yield f"assumed are {assumed}; nothing overlaps"
+        yield "  seconds of a step: " + ", ".join(f"{name} {value:.3f}" for name, value in vars(plan.step_time).items())
         yield f"MFU {per_token * tokens / seconds / peak:.1%}:"
-    training, evaluating = hours(plan, mfu)
+    training, evaluating = plan.estimate_hours(mfu)
     yield (
-        f"  {seconds:.3f} s an update, {tokens / seconds:,.0f} tokens/s, {training:,.1f} hours, "
-        f"{training * plan.ranks:,.0f} GPU hours; {evaluations(plan)} evaluations add {evaluating:,.1f} hours"
+        f"  {seconds:.3f} s a step, {tokens / seconds:,.0f} tokens/s, {training:,.1f} hours, "
+        f"{training * plan.ranks:,.0f} GPU hours; {plan.count_evaluations()} evaluations add {evaluating:,.1f} hours"
     )

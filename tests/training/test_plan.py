@@ -1,8 +1,6 @@
-"""scripts/plan.py as a user meets it, the roofline behind it, and the table of GPUs."""
+"""`muown-train plan` as a user meets it, the estimate of time behind it, and the table of GPUs."""
 
 import re
-import sys
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -10,27 +8,20 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from muown_train.analysis.cost.memory import Pass, sizes_of
-from muown_train.analysis.cost.roofline import FRACTIONS, update_time
+from muown_train.analysis.cost.step_time import LINK, MFU, estimate_step_time
+from muown_train.cli.commands.plan import main
 from muown_train.models.gpt import GPT
 from muown_train.models.language_model import LanguageModel
 from muown_train.models.speedrun import Speedrun
 from muown_train.models.track3 import Track3
-from muown_train.optim import Combined, Muon, Muown, param_groups
+from muown_train.optim import Combined, Muown, param_groups
 from muown_train.runtime import hardware
-from tests.helpers.paths import ROOT
-
-SCRIPTS = ROOT / "scripts"
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(capsys):
     def call(*words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["plan.py", *words])
-        monkeypatch.syspath_prepend(str(SCRIPTS))
-        import plan
-
-        plan.main()
+        main(words)
         return capsys.readouterr().out
 
     return call
@@ -39,13 +30,13 @@ def run(monkeypatch, capsys):
 def test_a_model_of_the_paper(run):
     said = run("model=500m", "optim=muon", "--device", "GH200-96GB", "--ranks", "4")
     assert "511,371,520 parameters: embedding 64,358,400, vector 57,600, matrix 446,955,520" in said
-    assert "19,073 updates of 524,288, on each of 4 GPUs 8 micro-batches of 8 x 2048 tokens" in said
+    assert "19,073 steps of 524,288, on each of 4 GPUs 8 micro-batches of 8 x 2048 tokens" in said
     numbers = {name: float(value) for name, value in re.findall(r"^  (\S.+?)  +([\d.]+)  ", said, re.MULTILINE)}
     assert numbers["weights"] == numbers["gradients"] == pytest.approx(4 * 511_371_520 / 2**30, abs=0.01)
     lasting = sum(numbers[name] for name in ("weights", "gradients", "optimizer state"))
     peak = float(re.search(r"fits: ([\d.]+) at most", said)[1])
     assert peak == pytest.approx(lasting + numbers["activations"] + numbers["head, loss, backward"], abs=0.05)
-    update = float(re.search(r"([\d.]+) s an update", said)[1])
+    update = float(re.search(r"([\d.]+) s a step", said)[1])
     assert update == pytest.approx(1.27, rel=0.25)  # what the paper reports on these GPUs
 
 
@@ -57,7 +48,8 @@ def test_a_known_mfu(run):
 
 
 def test_what_does_not_fit(run):
-    said = run("model=2_7b", "optim=soap", "micro_batch=256", "precision=float32")
+    small = ("--device", "RTX-4090", "model.layers=12", "micro_batch=4")
+    said = run("model=2_7b", "optim=soap", "precision=float32", *small)
     assert "does not fit" in said and "not even micro_batch=1 fits" in said
 
 
@@ -86,30 +78,33 @@ def test_what_cannot_be_is_one_sentence(run, capsys, words, message):
     assert stopped.value.code == 2 and message in said and said.startswith("error: ") and said.count("\n") == 1
 
 
-def test_the_roofline():
-    how = Pass(32, 1024, True, compiled=True)
+def test_the_parts_of_a_step():
     with torch.device("meta"):
-        model = GPT(50280, 12, 768, 12, 1024)
-    sizes = sizes_of(model, how)
+        model, checkpointed = (GPT(50280, 12, 768, 12, 1024, activation_checkpointing=n) for n in (0, 12))
     matrices, rest = param_groups(model)
     optimizer = Combined(Muown(matrices), torch.optim.AdamW(rest, fused=True))
-    card = hardware.find_gpu("H100-80GB")
-    one = update_time(sizes, how, card, optimizer, 1, 16, 1)
-    least = (model.flops_per_token() - 12 * 12 * 768 * 1024) * 524288 / card.flops
-    assert one.products == pytest.approx(least / 0.65, rel=1e-3) and one.gradients == 0
-    eager = update_time(sizes, replace(how, compiled=False), card, optimizer, 1, 16, 1)
-    assert eager.elementwise > 2 * one.elementwise and eager.products == one.products
-    spread = update_time(sizes, how, card, optimizer, 8, 2, 8)
-    assert spread.optimizer < one.optimizer / 2 and spread.products == pytest.approx(one.products / 8)
-    four_in_a_node = hardware.find_gpu("GH200-96GB")
-    near, far = (update_time(sizes, how, four_in_a_node, optimizer, ranks, 1, ranks).gradients for ranks in (4, 8))
-    assert far > 2 * near > 0  # another node is reached by the network
-    again = update_time(replace(sizes, activation_checkpointing=12), how, card, optimizer, 1, 16, 1)
-    assert one.products < again.products < one.products * 4 / 3
+
+    def estimate(model=model, gpu="H100-80GB", compiled=True, autocast=True, **ranks):
+        return estimate_step_time(model, optimizer, hardware.find_gpu(gpu), 524288, autocast, compiled, **ranks)
+
+    one, peak = estimate(), hardware.find_gpu("H100-80GB").flops
+    assert one.model == pytest.approx(model.flops_per_token() * 524288 / (MFU[True] * peak)) and one.gradients == 0
+    assert one.optimizer < one.model / 50 and one.total == one.model + one.optimizer
+    assert estimate(compiled=False).model == pytest.approx(one.model * MFU[True] / MFU[False])
+    assert estimate(autocast=False).model == pytest.approx(one.model * 989 / 67)
+    assert estimate(checkpointed).model == pytest.approx(one.model * 4 / 3)
+    spread = estimate(ranks=8, owners=8)
+    assert spread.optimizer < one.optimizer / 2 and spread.model == pytest.approx(one.model / 8)
+    replicated, halved = estimate(ranks=8), estimate(ranks=8, gradient_bytes=2)
+    assert replicated.gradients == pytest.approx(2 * 7 / 8 * 4 * 123_568_896 / (LINK * 450e9))
+    assert halved.gradients == replicated.gradients / 2 < spread.gradients
+    # four GPUs are in a node of GH200; the network reaches other nodes
+    near, far = (estimate(gpu="GH200-96GB", ranks=ranks, owners=ranks).gradients for ranks in (4, 8))
+    assert far > 2 * near > 0
 
 
 def tiny(name: str) -> LanguageModel:
-    """Of each architecture, with sizes that differ from one another."""
+    """A model of each architecture, whose sizes differ from one another."""
     if name == "GPT":
         return GPT(97, 3, 48, 3, 32)
     if name == "Speedrun":
@@ -123,44 +118,32 @@ def tiny(name: str) -> LanguageModel:
 
 
 @pytest.mark.parametrize("name", ["GPT", "Speedrun", "Track3", "Qwen2"])
-def test_what_the_roofline_multiplies_is_what_torch_counts(name):
+def test_flops_per_token_is_what_torch_counts(name):
     model, rows, T = tiny(name), 2, 32
-    how, ids = Pass(rows, T, True), torch.randint(97, (rows, T))
-    sizes = sizes_of(model, how)
-    assert sizes.parameters == sum(p.numel() for p in model.parameters())
-    assert sizes.hidden == {"GPT": 256, "Speedrun": 192, "Track3": 192, "Qwen2": 80}[name]
-    # plain attention: of its products torch counts 2 forward and 4 backward, over all pairs
+    ids = torch.randint(97, (rows, T))
+    # plain attention: torch counts its products, 2 forward and 4 backward, over all pairs
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(ids, ids).backward()
-    counted = {str(operation): flops for operation, flops in counter.get_flop_counts()["Global"].items()}
-    pairs = counted.pop("aten.bmm")
-    assert pairs + sum(counted.values()) == model.flops_per_token() * rows * T
-
-    matrices, rest = param_groups(model)
-    optimizer, card = Combined(Muon(matrices), torch.optim.AdamW(rest)), hardware.find_gpu("H100-80GB")
-    update = update_time(sizes, how, card, optimizer, 1, 1, 1)
-    assert update.products * card.flops * FRACTIONS["products"] == pytest.approx(sum(counted.values()))
-    # of half of the pairs; FlashAttention makes one product once more, 5 backward
-    assert update.attention * card.flops * FRACTIONS["attention"] == pytest.approx(pairs / 2 * 7 / 6)
+    assert counter.get_total_flops() == model.flops_per_token() * rows * T
 
 
 @pytest.mark.parametrize(
     ("words", "parameters"),
     [
-        (["model=speedrun", "experiment=speedrun_muown"], 123_532_032),
-        (["experiment=track3_muown"], 162_354_816),
-        (["model=qwen2_0_5b"], 494_032_768),
+        (["model=speedrun", "experiment=speedrun_muown"], 59_831_040),
+        (["experiment=track3_muown"], 98_577_792),
+        (["model=qwen2_0_5b"], 180_872_704),
     ],
     ids=["speedrun", "track3", "qwen2"],
 )
 def test_other_architectures(run, words, parameters):
     if "qwen2" in words[0]:
         pytest.importorskip("transformers")
-    said = run(*words, *(["data.path=x"] if "experiment" in words[-1] else []), "--ranks", "8")
+    said = run(*words, *(["data.path=x"] if "experiment" in words[-1] else []), "model.layers=3", "--ranks", "8")
     assert f"{parameters:,} parameters: " in said and "counted as if not compiled: it may be less" in said
     mfu, seconds = (
         float(re.search(r"^MFU ([\d.]+)%:", said, re.M)[1]),
-        float(re.search(r"([\d.]+) s an update", said)[1]),
+        float(re.search(r"([\d.]+) s a step", said)[1]),
     )
     gigaflops = float(re.search(r"([\d.]+) GFLOP per token", said)[1])
     assert 25 < mfu < 65

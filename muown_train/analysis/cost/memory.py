@@ -1,335 +1,286 @@
-"""How much memory an update takes, from sizes alone: nothing is trained, and no tensor is made.
+"""How much memory a step takes, without training anything: no tensor here has data.
 
-What autograd keeps of a block was read off its saved tensors (`torch.autograd.graph.saved_tensors_hooks`) on a CPU,
-whose estimates a test compares with `peak_memory`. On GPUs, where nothing of this has been measured, two things
-differ: RMSNorm is one operation that keeps its input and a number per token, where on CPUs it keeps the normalised
-input besides; and attention is FlashAttention, which keeps no probabilities. What a compiled model keeps was read off
-once on a CPU with torch 2.13 (two blocks, flash attention; kept 2 % less than there, 5 % more at most): other versions
-may choose otherwise. What other architectures keep is traced (`traced.py`), as if not compiled: they may keep less.
+`trace_pass` runs a model's forward and backward pass, of any architecture, on tensors that have a size and nothing
+else (torch's `FakeTensorMode`), and adds up the storages that exist after each operation. On a CPU this agrees with
+measured peaks to 2.5 % (tests/analysis/cost/test_memory.py).
 
-All sizes are in bytes. N = rows T tokens of a micro-batch, s = 2 bytes under autocast and 4 without.
+GPUs have not been measured, and torch makes fake tensors of a GPU only where there is one. The pass therefore runs on
+fake CPU tensors that make three choices of a GPU (`_choose_as_on_a_gpu`): RMSNorm is one operation, which keeps its
+input and a number per token, where a CPU also keeps the normalised input; attention is FlashAttention, which keeps no
+probabilities; and the chunks of the head have a GPU's size. A compiled model is traced as if it were not compiled: it
+recomputes cheap operations in the backward pass, and so keeps less (the paper's models, read off once with torch 2.13:
+10 to 12 % less).
+
+What the optimizer needs is counted from its state and, per kind of optimizer, from its largest temporary tensors. All
+sizes are in bytes.
 """
 
 import math
+import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from muown_train.analysis.cost.traced import Kept, kept_by
-from muown_train.models.attention import prefers_blocks, split_into_blocks
-from muown_train.models.gpt import GPT
 from muown_train.models.language_model import LanguageModel
-from muown_train.models.loss import choose_chunk_rows
-from muown_train.optim import SOAP, Combined, Lion, parameter_roles
+from muown_train.models.loss import CHUNK_LOGITS
+from muown_train.optim import SOAP, Combined, Lion
 from muown_train.optim.core.base import Group
 from muown_train.optim.core.matrix import MAX_BATCH_ELEMENTS, MatrixOptimizer
 from muown_train.optim.core.skip_step import split_into_chunks
 from muown_train.optim.sharding import assign_owners
 
-FLOAT = 4  # bytes of weights, gradients, optimizer state and the residual stream
+FLOAT = 4  # bytes of a number in weights, gradients, optimizer state and the residual stream
 
 
 @dataclass(frozen=True)
 class Pass:
-    """How a micro-batch is computed: rows of seq_len tokens, in bfloat16 where autocast says so, on "cpu" or "cuda"."""
+    """How a micro-batch is computed: rows of seq_len tokens, in bfloat16 under autocast, on "cpu" or "cuda"."""
 
     rows: int
     seq_len: int
     autocast: bool
     device: str = "cuda"
-    compiled: bool = False
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.seq_len
-
-    @property
-    def width(self) -> int:
-        """Bytes of a number in products of matrices."""
-        return 2 if self.autocast else FLOAT
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What a model of any architecture is made of, in numbers of its weights and widths."""
+class PassMemory:
+    """Bytes that a forward and backward pass takes besides weights and gradients."""
 
-    matrices: int  # weights of the blocks that multiply
-    head: int  # weights that make the logits: the embedding's, where it is tied
-    parameters: int
-    layers: int
-    dim: int  # of the residual stream, and of all heads of attention together
-    hidden: int  # of the MLP
-    vocab_size: int
-    activation_checkpointing: int = 0  # of the layers, which keep only their input for the backward pass
-    heads: int = 0  # of GPT
-    softcapped: bool = False  # of logits
-    traced: Kept | None = None  # by a pass of a model that is no GPT, whose blocks are known
-
-
-def sizes_of(model: LanguageModel, how: Pass) -> Sizes:
-    """Count a model by the roles of its parameters, and trace it if it is no GPT; it may be on the meta device."""
-    roles = parameter_roles(model)
-    of: dict[str, list[Tensor]] = {"matrix": [], "embedding": [], "head": [], "vector": []}
-    for name, p in model.named_parameters():
-        of[roles[name].role].append(p)
-    gpt = isinstance(model, GPT)
-    return Sizes(
-        sum(p.numel() for p in of["matrix"]),
-        sum(p.numel() for p in of["head"] or of["embedding"]),
-        sum(p.numel() for p in model.parameters()),
-        model.layers,
-        model.dim,
-        max(p.shape[1] for p in of["matrix"]),  # what the MLP's last matrix takes in
-        model.vocab_size,
-        model.activation_checkpointing,
-        model.blocks[0].attention.heads if gpt else 0,  # type: ignore[index, union-attr]
-        model.softcap is not None,
-        None if gpt else kept_by(model, how.seq_len, how.autocast),
-    )
+    activations: int  # kept when the forward pass ends, with the bfloat16 copies of the weights
+    peak: int  # the most at any time
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Of one rank, in bytes. What is not needed at the same time is not added up: see `peak`."""
+class StepMemory:
+    """Bytes on one rank; `peak` adds up what is needed at the same time."""
 
     weights: int
     gradients: int
     state: int  # of the optimizer
-    activations: int  # kept for the backward pass, with the bfloat16 copies of the weights
-    head: int  # of the head and the loss at most, and of the backward pass as it begins
-    step: int  # of the optimizer's step, when there are no activations
+    activations: int  # see `PassMemory`
+    temporary: int  # the most that the head, the loss and the backward pass take besides
+    step: int  # the most that the optimizer's step takes, when there are no activations
 
     @property
     def peak(self) -> int:
         lasting = self.weights + self.gradients + self.state
-        return lasting + max(self.activations + self.head, self.step)
+        return lasting + max(self.activations + self.temporary, self.step)
 
 
-def kept_by_block(sizes: Sizes, how: Pass) -> int:
-    """What a block keeps for its backward pass, weights aside.
+def trace_pass(model: LanguageModel, how: Pass) -> PassMemory:
+    """Trace a micro-batch of a model on any device, such as meta, whose gradients already exist."""
+    gpu = how.device != "cpu"
+    twin = deepcopy(model)
+    with FakeTensorMode(allow_non_fake_inputs=True), _choose_as_on_a_gpu() if gpu else nullcontext():
+        twin.to_empty(device="cpu")
+        for p in twin.parameters():
+            p.grad = torch.empty_like(p)
+        tokens = torch.zeros(how.rows, how.seq_len, dtype=torch.int64)
+        own = [tensor for p in twin.parameters() for tensor in (p, p.grad)]
+        # float16 is as wide as bfloat16, in which attention on a CPU keeps probabilities
+        dtype = torch.float16 if gpu else torch.bfloat16
+        with _LiveStorages([*own, *twin.buffers(), tokens]) as storages, torch.autocast("cpu", dtype, how.autocast):
+            loss = twin(tokens, tokens)
+            activations = storages.live
+            loss.backward()
+    return PassMemory(activations, storages.peak)
 
-    Two norms keep the residual stream (4 D each), what comes out of them is the input of a product (s D each, which
-    without autocast is the norm's own output). Gate and up keep 2 H, silu(gate) and its product with up H each; a
-    compiled model computes silu again, and nothing else.
+
+class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the storages that operations make, from their creation until they are freed.
+
+    Args:
+        ignored: tensors that exist before and do not count.
     """
-    D, H, s = sizes.dim, sizes.hidden, how.width
-    norms = 2 * (FLOAT * D + s * D + FLOAT)
-    if how.device == "cpu" and not how.compiled:
-        norms += 2 * FLOAT * D  # the normalised input
-    mlp = (3 if how.compiled else 4) * H * s
-    return how.tokens * (norms + mlp) + _kept_by_attention(sizes, how)
+
+    def __init__(self, ignored: Sequence[Tensor | None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self.known: dict[int, Any] = {t.untyped_storage()._cdata: None for t in ignored if t is not None}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for result in results if isinstance(results, tuple | list) else (results,):
+            if isinstance(result, Tensor):
+                self._count(result.untyped_storage())
+        self.peak = max(self.peak, self.live)
+        return results
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.known:
+            return
+
+        def release(_: Any) -> None:
+            del self.known[key]
+            self.live -= size
+
+        self.known[key] = weakref.ref(storage, release)
+        self.live += size
 
 
-def _kept_by_attention(sizes: Sizes, how: Pass) -> int:
-    D, s, N = sizes.dim, how.width, how.tokens
-    out = N * D * s  # the input of the output projection
-    if prefers_blocks(how.device, torch.bfloat16 if how.autocast else torch.float32, how.seq_len):
-        pairs = sum((end - start) * end for start, end in split_into_blocks(how.seq_len))
-        return 3 * N * D * s + out + s * how.rows * sizes.heads * pairs
-    # q and k rotated, and v, a view into the output of the product with the fused matrix, all of which it keeps; and
-    # the logarithm of each softmax's sum
-    return 5 * N * D * s + out + FLOAT * N * sizes.heads
+@contextmanager
+def _choose_as_on_a_gpu() -> Iterator[None]:
+    """Give CPU tensors a GPU's RMSNorm and chunks of the head.
+
+    RMSNorm is replaced by name, since a `TorchFunctionMode` does not see what checkpointed blocks recompute.
+    """
+    norm, chunk = F.rms_norm, CHUNK_LOGITS["cpu"]
+    F.rms_norm, CHUNK_LOGITS["cpu"] = _fused_rms_norm, CHUNK_LOGITS["cuda"]
+    try:
+        yield
+    finally:
+        F.rms_norm, CHUNK_LOGITS["cpu"] = norm, chunk
 
 
-def copies(sizes: Sizes, how: Pass) -> int:
-    """Weights of the blocks in bfloat16, which autocast keeps until it ends, after the backward pass."""
-    return 2 * sizes.matrices if how.autocast else 0
+def _fused_rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Allocate what the fused kernel of a GPU does."""
+    normalised: Tensor = _FusedNorm.apply(input, weight)  # type: ignore[no-untyped-call]
+    return normalised
 
 
-def activations(sizes: Sizes, how: Pass) -> int:
-    """What is kept when the forward pass has come to the head."""
-    if sizes.traced is not None:
-        return sizes.traced.fixed + how.rows * sizes.traced.per_row
-    residual = FLOAT * how.tokens * sizes.dim
-    block = kept_by_block(sizes, how)
-    last = 2 * residual if how.device == "cpu" and not how.compiled else residual  # the norm before the head
-    ids = 8 * how.tokens
-    return (
-        sizes.activation_checkpointing * residual
-        + (sizes.layers - sizes.activation_checkpointing) * block
-        + last
-        + ids
-        + copies(sizes, how)
+class _FusedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+
+
+def extrapolate_pass(one: PassMemory, rows: int, other: PassMemory, other_rows: int, wanted: int) -> PassMemory:
+    """Return the memory of a pass of `wanted` rows, on the line through two traced passes.
+
+    Activations are linear in rows. The peak is as good as linear while the head has several chunks; with fewer rows
+    the line is above it, by at most a chunk.
+    """
+    share = (wanted - rows) / (other_rows - rows)
+    return PassMemory(
+        round(one.activations + share * (other.activations - one.activations)),
+        round(one.peak + share * (other.peak - one.peak)),
     )
 
 
-def head(sizes: Sizes, how: Pass) -> int:
-    """What the head takes at most: while it makes the loss and both gradients, or as the backward pass begins.
-
-    Gradients of x (N, D) and of the weight (V, D), as `models.loss` makes them in the forward pass, are there
-    all the time; a model compiled under autocast keeps what each chunk adds to the latter, in bfloat16, and adds them
-    up in the backward pass. A chunk has n V logits.
-    """
-    D, V, N, s = sizes.dim, sizes.vocab_size, how.tokens, how.width
-    n = choose_chunk_rows(N, V, D, torch.device(how.device))
-    inputs = s * N * D + (FLOAT * N * D + 2 * sizes.head if how.autocast else 0)  # x; x in float32, the weight rounded
-    if how.compiled:
-        kept = s * N * D + (2 * math.ceil(N / n) if how.autocast else FLOAT) * sizes.head
-        return kept + max(inputs + 8 * n * V, backward_begins(sizes, how))
-    # logits, their float32 copy, log p; with more than one chunk log p and the gradient of the one before as well
-    per_logit, before, at_gradient = (10, 6, 6) if how.autocast else (8, 4, 4)
-    if sizes.softcapped:  # float32 logits before and after, the factor between them and its cube, which is kept
-        per_logit, before, at_gradient = 16, before + 4, at_gradient + 4
-    per_logit += before if n < N else 0
-    # the last: p and the logits' gradient, while the product with x is made
-    chunk = max(per_logit * n * V, at_gradient * n * V + s * sizes.head)
-    kept = s * N * D + FLOAT * sizes.head
-    return kept + max(inputs + chunk, backward_begins(sizes, how))
-
-
-def backward_begins(sizes: Sizes, how: Pass) -> int:
-    """What the backward pass needs besides what is kept: the head's gradients once more, scaled; then the last block's.
-
-    In the last block's MLP it is the gradient of the residual stream, those of silu(gate) up and of both factors, of
-    which the first replaces what was kept.
-    """
-    D, N = sizes.dim, how.tokens
-    scaled = how.width * N * D + FLOAT * sizes.head
-    # by the last block the unscaled gradient (V, D) is gone; the residual stream's comes twice there
-    return max(scaled, _in_a_block(sizes, how) + FLOAT * N * D)
-
-
-def _in_a_block(sizes: Sizes, how: Pass) -> int:
-    """The most that the backward pass of a block takes besides what the block kept."""
-    return how.tokens * (FLOAT * sizes.dim + 2 * how.width * sizes.hidden)
-
-
-def backward_ends(sizes: Sizes, how: Pass) -> int:
-    """What the end of the backward pass takes at most besides the gradients: the embedding's comes in two parts."""
-    return copies(sizes, how) + FLOAT * (2 * how.tokens * sizes.dim + 2 * sizes.head) + 8 * how.tokens
-
-
-def computed_again(sizes: Sizes, how: Pass, block: int) -> int:
-    """What the backward pass takes in checkpointed block number `block`, which keeps all for a while.
-
-    Besides gradients; the blocks after it are done with, of those before it there is the input.
-    """
-    before = FLOAT * how.tokens * sizes.dim * block + copies(sizes, how) + FLOAT * sizes.head + 8 * how.tokens
-    return before + kept_by_block(sizes, how) + _in_a_block(sizes, how)
-
-
-def micro_batch(sizes: Sizes, how: Pass, gradients: bool = True) -> int:
-    """The most that one forward and backward pass takes besides weights, gradients included.
+def combine_memory(parameters: int, traced: PassMemory, by_rank: Sequence[tuple[int, int]]) -> StepMemory:
+    """Return the memory of the rank that needs most.
 
     Args:
-        gradients: whether they exist already; else the pass makes them, those of the last blocks first.
+        parameters: number of parameters, which every rank has with their gradients.
+        by_rank: what the optimizer takes on each rank, see `estimate_optimizer_memory`.
     """
-    blocks = FLOAT * sizes.matrices
-    first = FLOAT * sizes.parameters if gradients else 0
-    most = max(first + activations(sizes, how) + head(sizes, how), (first or blocks) + backward_ends(sizes, how))
-    for block in range(sizes.activation_checkpointing):
-        made = first or blocks * (sizes.layers - 1 - block) // sizes.layers
-        most = max(most, made + computed_again(sizes, how, block))
-    return most
-
-
-def memory(sizes: Sizes, how: Pass, of_ranks: Iterable[tuple[int, int]]) -> Memory:
-    """What the rank needs that needs most.
-
-    Args:
-        of_ranks: what each takes for the optimizer, see `optimizer_memory`.
-    """
-    gradients = FLOAT * sizes.parameters
-    kept = activations(sizes, how)
-    # at the head, or in the backward pass where that needs more, as with checkpointed blocks
-    taken = micro_batch(sizes, how) - FLOAT * sizes.parameters - kept
-    each = (Memory(gradients, gradients, state, kept, taken, step) for state, step in of_ranks)
+    weights, temporary = FLOAT * parameters, traced.peak - traced.activations
+    each = (StepMemory(weights, weights, state, traced.activations, temporary, step) for state, step in by_rank)
     return max(each, key=lambda memory: memory.peak)
 
 
-def largest_micro_batch(
-    sizes: Sizes, how: Pass, rows: int, room: int, of_ranks: Sequence[tuple[int, int]]
-) -> tuple[int, Memory] | None:
-    """The most rows of a micro-batch that fit, and what they take; None where not even one does.
+def find_largest_micro_batch(
+    estimate: Callable[[int], StepMemory], rows: int, room: int
+) -> tuple[int, StepMemory] | None:
+    """Return the largest number of rows of a micro-batch that fits, and its memory; None if not even one row fits.
 
     Args:
-        rows: of an update on a rank, which micro-batches divide; room: bytes there are; of_ranks: see `memory`.
+        estimate: returns the memory for a number of rows.
+        rows: rows of a step on a rank, which micro-batches divide.
+        room: bytes that tensors may take.
     """
     for size in sorted((size for size in range(1, rows + 1) if rows % size == 0), reverse=True):
-        needed = memory(sizes, replace(how, rows=size), of_ranks)
-        if needed.peak <= room:
-            return size, needed
+        memory = estimate(size)
+        if memory.peak <= room:
+            return size, memory
     return None
 
 
-def optimizer_memory(optimizer: Combined, ranks: int, device: str, iterates_in: int) -> list[tuple[int, int]]:
-    """(state, temporary memory of a step) of each rank that the optimizer is spread over by `shard`.
+def estimate_optimizer_memory(optimizer: Combined, ranks: int, device: str, ns_bytes: int) -> list[tuple[int, int]]:
+    """Return (state, temporary memory of a step) for each rank that `shard` spreads the optimizer over.
 
     Args:
-        optimizer: may be on the meta device, and have no state yet.
-        iterates_in: bytes of a number in the orthogonalisation.
+        optimizer: may be on the meta device and have no state yet.
+        ns_bytes: bytes of a number in the orthogonalisation.
     """
     owners = assign_owners(optimizer, ranks).owners
     state, step = [0] * ranks, [0] * ranks
     for part in optimizer.optimizers:
-        lazily = None if any(part.state.values()) else _kept_per_number(part)
+        per_number = None if any(part.state.values()) else _measure_state(part)
         owned: defaultdict[int, list[tuple[Tensor, Group]]] = defaultdict(list)
         for group in part.param_groups:
             for p in group["params"]:
                 rank = owners[p]
                 owned[rank].append((p, group))
-                tensors = sum(t.nbytes for t in part.state[p].values()) if lazily is None else lazily * p.nbytes
-                state[rank] += int(tensors)
+                existing = sum(t.nbytes for t in part.state[p].values()) if per_number is None else 0
+                state[rank] += int(existing if per_number is None else per_number * p.nbytes)
         for rank, parameters in owned.items():
-            step[rank] = max(step[rank], _temporary(part, parameters, device, iterates_in))
+            step[rank] = max(step[rank], _count_temporary(part, parameters, device, ns_bytes))
     return list(zip(state, step, strict=True))
 
 
-def _kept_per_number(part: Optimizer) -> float:
-    """Numbers of state for each number of a parameter, of an optimizer that makes its state with the first step."""
+def _measure_state(part: Optimizer) -> float:
+    """Return how many numbers of state there are for a parameter's number, for state that the first step creates."""
     probe = nn.Parameter(torch.zeros(64, 64))
     probe.grad = torch.zeros_like(probe)
-    part.add_param_group({"params": [("probe", probe)]})  # the others have no gradient and stay as they are
+    part.add_param_group({"params": [("probe", probe)]})  # the other parameters have no gradient, so they do not change
     part.step()
-    kept = sum(tensor.numel() for tensor in part.state.pop(probe).values())
+    numbers = sum(tensor.numel() for tensor in part.state.pop(probe).values())
     part.param_groups.pop()
-    return float(round(kept / probe.numel(), 2))
+    return float(round(numbers / probe.numel(), 2))
 
 
-def _temporary(part: Optimizer, parameters: list[tuple[Tensor, Group]], device: str, iterates_in: int) -> int:
-    """What a step on these parameters takes besides weights, gradients and state."""
+def _count_temporary(part: Optimizer, parameters: list[tuple[Tensor, Group]], device: str, ns_bytes: int) -> int:
+    """Return what a step on these parameters takes besides weights, gradients and state."""
     if isinstance(part, MatrixOptimizer):
-        return max(_of_batches(parameters, device, iterates_in), default=0)
+        return max(_count_batches(parameters, device, ns_bytes), default=0)
     if isinstance(part, SOAP):
-        return max(_of_refinement(p, group) for p, group in parameters)
+        return max(_count_refinement(p, group) for p, group in parameters)
     if part.defaults.get("fused"):
         return 0
     if device == "cpu" and not isinstance(part, Lion):
-        return 0  # torch's own take one parameter after the other there
+        return 0  # torch's own optimizers update one parameter after the other on a CPU
     by_group: defaultdict[int, list[Tensor]] = defaultdict(list)
     for p, group in parameters:
         by_group[id(group)].append(p)
-    if isinstance(part, Lion) and device != "cpu":  # and copies of weights and state, in case the update is left out
+    if isinstance(part, Lion) and device != "cpu":  # weights and state are also copied, in case the step is skipped
         chunks = (chunk for group in by_group.values() for chunk in split_into_chunks(group))
         return max(3 * sum(p.nbytes for p in chunk) for chunk in chunks)
     return max(sum(p.nbytes for p in group) for group in by_group.values())  # a copy of each parameter
 
 
-def _of_refinement(p: Tensor, group: Group) -> int:
-    """SOAP's step when it brings eigenvectors up to date: of a side (k, k) four, of the matrix three."""
+def _count_refinement(p: Tensor, group: Group) -> int:
+    """Return what SOAP takes to update eigenvectors: four tensors of a side (k, k), three of the matrix's size."""
     shapes = [(rows, *p.shape[1:]) for rows in group["blocks"] or p.shape[:1]]
     sides: list[int] = [k for shape in shapes for k in shape if p.ndim == 2 and k <= group["max_precondition_dim"]]
     matrix: int = max(math.prod(shape) for shape in shapes)
     return FLOAT * (4 * max(sides, default=0) ** 2 + 3 * matrix)
 
 
-def _of_batches(parameters: list[tuple[Tensor, Group]], device: str, iterates_in: int) -> Iterator[int]:
-    """What each stack of equal matrices takes while it is orthogonalised and applied (`optim.base`)."""
-    alike: defaultdict[tuple[int, int], int] = defaultdict(int)
-    copied = 0  # of one matrix, while what the stack gave is applied
+def _count_batches(parameters: list[tuple[Tensor, Group]], device: str, ns_bytes: int) -> Iterator[int]:
+    """Yield what each batch of equal matrices takes while it is orthogonalised and applied (`optim.core.matrix`)."""
+    counts: defaultdict[tuple[int, int], int] = defaultdict(int)
+    copies = 0  # of one matrix, while the result of the batch is applied
     for p, group in parameters:
-        # by the row statistics of NorMuon; by the weight decay of Muown; on GPUs in case that the update is left out
-        copies = ("beta2" in group) + 2 * bool("magnitude" in group and group["weight_decay"]) + (device != "cpu")
-        copied = max(copied, copies)
+        # NorMuon's row statistics take one, Muown's weight decay two, and a step that a GPU may skip one
+        taken = ("beta2" in group) + 2 * bool("magnitude" in group and group["weight_decay"]) + (device != "cpu")
+        copies = max(copies, taken)
         for rows in group["blocks"] or (p.shape[0],):
-            alike[rows, p.shape[1]] += 1
-    for (m, n), count in alike.items():
+            counts[rows, p.shape[1]] += 1
+    for (m, n), count in counts.items():
         k, one = min(count, max(1, MAX_BATCH_ELEMENTS.get(device, 2**26) // (m * n))), FLOAT * m * n
         grams = (4 if max(m, n) >= 2 * min(m, n) else 2) * min(m, n) ** 2
-        iteration = one + iterates_in * (2 * m * n + grams)  # X, and two of Y
-        result = 2 * one + (iterates_in * m * n if iterates_in != FLOAT else 0)  # X, O, and what O is a copy of
-        yield max(k * iteration, k * result, (2 * k + copied) * one)
+        iteration = one + ns_bytes * (2 * m * n + grams)  # X, and two of the iterate
+        result = 2 * one + (ns_bytes * m * n if ns_bytes != FLOAT else 0)  # X, O, and the O in the narrower dtype
+        yield max(k * iteration, k * result, (2 * k + copies) * one)

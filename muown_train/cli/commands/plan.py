@@ -1,27 +1,28 @@
-"""What a run will cost, before it costs anything: `python scripts/plan.py model=500m --device H100-80GB --ranks 8`.
+"""What a run will cost, before it costs anything: `muown-train plan model=500m --device H100-80GB --ranks 8`.
 
-Prints parameters, updates, the memory of each GPU and whether it suffices, and how long the run takes. The settings are
-those of `python -m muown_train`; nothing is trained or downloaded, and no GPU is needed. Time is an estimate of
-`muown_train/roofline.py`, or follows from an MFU that you know (`--mfu`).
+Prints parameters, steps, the memory of each GPU and whether it suffices, and how long the run takes. Settings are the
+same as for training; nothing is trained or downloaded, and no GPU is needed. Time is estimated with a typical MFU
+(`muown_train/analysis/cost/step_time.py` says where it comes from), or follows from an MFU that you know (`--mfu`).
 """
 
 from collections.abc import Sequence
 
 from muown_train.cli.errors import CommandParser, report_errors
 from muown_train.runtime.hardware import GPUS
-from muown_train.training.plan import of_memory, of_parameters, of_time, planned
+from muown_train.training.plan import describe_memory, describe_parameters, describe_time, make_plan
 
 
 def main(words: Sequence[str]) -> None:
+    """Print the plan of a run."""
     parser = CommandParser(__doc__)
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="as of python -m muown_train")
-    parser.add_argument("--device", default="H100-80GB", help=f"{', '.join(GPUS)} (default H100-80GB)")
-    parser.add_argument("--ranks", type=int, default=1, help="GPUs (default 1)")
-    parser.add_argument("--mfu", type=float, help="a known one, from 0 to 1; by default a roofline")
-    arguments = parser.parse_intermixed_args()
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the run, as for training")
+    parser.add_argument("--device", default="H100-80GB", help=f"one of {', '.join(GPUS)} (default H100-80GB)")
+    parser.add_argument("--ranks", type=int, default=1, help="number of GPUs (default 1)")
+    parser.add_argument("--mfu", type=float, help="an MFU of whole steps that you know, from 0 to 1")
+    arguments = parser.parse_intermixed_args(list(words))
     if arguments.mfu is not None and not 0 < arguments.mfu <= 1:
         parser.error(f"--mfu {arguments.mfu:g} must be above 0 and at most 1")
     with report_errors(arguments.settings):
-        plan = planned(arguments.settings, arguments.device, arguments.ranks)
-        lines = [*of_parameters(plan), *of_memory(plan), *of_time(plan, arguments.mfu)]
+        plan = make_plan(arguments.settings, arguments.device, arguments.ranks)
+        lines = [*describe_parameters(plan), *describe_memory(plan), *describe_time(plan, arguments.mfu)]
     print("\n".join(lines))
