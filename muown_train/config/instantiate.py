@@ -98,7 +98,8 @@ def check_targets(settings: Any, section: str, trust: Sequence[str] = ()) -> Non
         if "_target_" in settings and not (isinstance(target, str) and (target in ALLOWED or target in trust)):
             raise ValueError(
                 f"{section}._target_={target!r} is not among what a configuration may name"
-                f"{suggest_nearest(str(target), ALLOWED)}: if it is code you trust, give trust=[{target}] on the command line"
+                f"{suggest_nearest(str(target), ALLOWED)}: if it is code you trust, "
+                f"give trust=[{target}] on the command line"
             )
     elif isinstance(settings, list | tuple):
         entries = enumerate(settings)

@@ -232,7 +232,7 @@ def read_stored_config(folder: Path) -> dict[str, Any]:
         raise NoRun(f"{folder} {hint or 'is no folder: give that of a run, such as runs/NAME'}")
     file = folder / "config.yaml"
     try:
-        config = yaml.load(file.read_text(), _YamlLoader)
+        config = _YamlLoader(file.read_text()).get_single_data()
     except FileNotFoundError:
         hint = f": did you mean {folder}/*?" if any(folder.glob("*/config.yaml")) else ""
         raise NoRun(f"{folder} is no run's folder, it has no config.yaml{hint}") from None

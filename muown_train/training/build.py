@@ -122,7 +122,8 @@ def build_run(config: RunConfig, world: World, source: Source | None = None) -> 
     )
     if config.probes:
         trainer.probe = build_probes(config, trainer, model, probe_rows)
-    run = Run(config, folder, trainer, model, data, source.checkpoint if source else None, metadata={}, sinks=[], lock=None)
+    checkpoint = source.checkpoint if source else None
+    run = Run(config, folder, trainer, model, data, checkpoint, metadata={}, sinks=[], lock=None)
     if world.is_main:
         run.metadata = manifest.describe(model, optimizer, data.metadata, settings, world, started) | {"origin": origin}
         run.sinks = [sink for sink in (ConsoleSink(), tracking) if sink]
