@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from functools import cache
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -31,16 +32,18 @@ def quote_text(overrides: Iterable[str]) -> list[str]:
 
     Names of runs contain `=`, and names of files contain letters of any language.
     """
-    quoted = []
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if re.fullmatch(r"[\w./+=@%~ *?,()-]+", value):
-            try:
-                OverridesParser.create().parse_override(override)
-            except HydraException:
-                override = f"{key}='{value}'"
-        quoted.append(override)
-    return quoted
+    return [_quote_word(override) for override in overrides]
+
+
+@cache  # Hydra's parser takes a millisecond for a word
+def _quote_word(override: str) -> str:
+    key, _, value = override.partition("=")
+    if re.fullmatch(r"[\w./+=@%~ *?,()-]+", value):
+        try:
+            OverridesParser.create().parse_override(override)
+        except HydraException:
+            return f"{key}='{value}'"
+    return override
 
 
 def check_overrides(overrides: Iterable[str]) -> None:

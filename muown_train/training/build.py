@@ -4,6 +4,7 @@ Everything that can be wrong is found before data are read or fetched, and befor
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from muown_train.training.run import Run, lock_folder
 from muown_train.training.schedule import build_schedule
 from muown_train.training.tracking.console import ConsoleSink
 from muown_train.training.trainer import Trainer
-from muown_train.training.warm_start import read_initial_weights
+from muown_train.training.warm_start import InitialWeights, read_initial_weights
 
 
 def build_run(config: RunConfig, world: World, source: Source | None = None) -> Run:
@@ -50,19 +51,13 @@ def build_run(config: RunConfig, world: World, source: Source | None = None) -> 
         OSError: data or folders cannot be read or written; ConnectionError: data cannot be fetched.
     """
     batch_rows = compute_batch_rows(config.batch_tokens, config.seq_len, config.micro_batch, world.size)
-    stop = StopSignal(
-        world, None if config.time_limit is None else 60 * config.time_limit
-    )  # the limit counts from here
+    # the time limit counts from here
+    stop = StopSignal(world, None if config.time_limit is None else 60 * config.time_limit)
     folder = locate_run_folder(config.out, config.name)
-    metadata = read_newest_metadata(folder / "checkpoints")
-    check_same_run(folder, metadata, config.to_dict())
+    stored = read_newest_metadata(folder / "checkpoints")
+    check_same_run(folder, stored, config.to_dict())
 
-    torch.manual_seed(config.seed)
-    model = build_model(config.model, config.seq_len, config.trust).to(world.device)
-    initial = None
-    if config.init_from and metadata is None:  # else the run has weights of its own
-        initial = read_initial_weights(config.init_from)
-        initial.load_into(model, config.model, config.trust)  # before the optimizer: Muown's state is of the weights
+    model, initial = build_initial_model(config, world.device, is_new=stored is None)
     steps, schedule = build_schedule(config, sum(p.numel() for p in model.parameters()))
     optimizer = build_optimizer(config.optim, model, config.trust)
     if config.compile:
@@ -79,44 +74,28 @@ def build_run(config: RunConfig, world: World, source: Source | None = None) -> 
     data = build_data(config.data, run_info, config.trust)
     if source:
         check_same_data(source.folder, {"data": source.data}, data.metadata)
-    check_same_data(folder, metadata, data.metadata)
+    check_same_data(folder, stored, data.metadata)
     if initial and data.tokenizer.raw is not None:
         initial.check_tokenizer(data.metadata)
+
+    stored = stored or {}
+    started = initial.metadata if initial else stored.get("init_from")
+    origin = {"checkpoint": str(source.checkpoint), "step": source.step} if source else stored.get("origin")
+    metadata = redact_tree({"config": config.to_dict(), "data": data.metadata, "init_from": started})
+    metadata |= {"wandb_id": stored.get("wandb_id"), "origin": origin}
     settings = build_settings(config, steps, model, world.device)
-    started = initial.metadata if initial else (metadata or {}).get("init_from")
-    origin = {"checkpoint": str(source.checkpoint), "step": source.step} if source else (metadata or {}).get("origin")
     probe_rows = clone_rows(data.train) if config.probes else data.train
+    rows = add_workers(data.train, config.workers)
     trainer = Trainer(
         world=world,
         model=torch.compile(model) if config.compile else model,  # type: ignore[arg-type]
         optimizer=optimizer,
         schedule=schedule,
-        loader=Loader(
-            add_workers(data.train, config.workers),
-            batch_rows,
-            world.rank,
-            world.size,
-            pin_memory=world.device.type == "cuda",
-        ),
+        loader=Loader(rows, batch_rows, world.rank, world.size, pin_memory=world.device.type == "cuda"),
         valid=data.valid,
-        checkpoints=Checkpoints(
-            folder / "checkpoints",
-            world,
-            config.keep_checkpoints,
-            config.keep_every,
-            config.keep_best,
-            metadata=redact_tree({"config": config.to_dict(), "data": data.metadata, "init_from": started})
-            | {"wandb_id": (metadata or {}).get("wandb_id"), "origin": origin},
-        ),
+        checkpoints=build_checkpoints(config, folder / "checkpoints", world, metadata),
         settings=settings,
-        monitor=DivergenceMonitor(
-            config.max_bad_updates,
-            config.on_bad_updates,
-            config.max_rollbacks,
-            config.diverged_above,
-            config.diverged_from,
-            config.log_every,
-        ),
+        monitor=build_monitor(config),
         stop=stop,
         metrics=Metrics(folder) if world.is_main else None,
     )
@@ -129,6 +108,44 @@ def build_run(config: RunConfig, world: World, source: Source | None = None) -> 
         run.sinks = [sink for sink in (ConsoleSink(), tracking) if sink]
         run.lock = lock_folder(folder)
     return run
+
+
+def build_initial_model(
+    config: RunConfig, device: torch.device, is_new: bool
+) -> tuple[LanguageModel, InitialWeights | None]:
+    """Return the model with its first weights, and where these come from unless they are random.
+
+    Args:
+        is_new: whether the run has no checkpoint yet; `init_from` means nothing to a run that has weights of its own.
+    """
+    torch.manual_seed(config.seed)
+    model = build_model(config.model, config.seq_len, config.trust).to(device)
+    if not (config.init_from and is_new):
+        return model, None
+    initial = read_initial_weights(config.init_from)
+    initial.load_into(model, config.model, config.trust)  # before the optimizer: Muown's state is of the weights
+    return model, initial
+
+
+def build_checkpoints(config: RunConfig, folder: Path, world: World, metadata: dict[str, Any]) -> Checkpoints:
+    """Return the checkpoints of a run.
+
+    Args:
+        metadata: stored in each checkpoint.
+    """
+    return Checkpoints(folder, world, config.keep_checkpoints, config.keep_every, config.keep_best, metadata)
+
+
+def build_monitor(config: RunConfig) -> DivergenceMonitor:
+    """Return what judges the losses and gradients of a run."""
+    return DivergenceMonitor(
+        config.max_bad_updates,
+        config.on_bad_updates,
+        config.max_rollbacks,
+        config.diverged_above,
+        config.diverged_from,
+        config.log_every,
+    )
 
 
 def build_settings(config: RunConfig, steps: int, model: LanguageModel, device: torch.device) -> TrainerSettings:
