@@ -133,7 +133,7 @@ def build_checkpoints(config: RunConfig, folder: Path, world: World, metadata: d
     Args:
         metadata: stored in each checkpoint.
     """
-    return Checkpoints(folder, world, config.keep_checkpoints, config.keep_every, config.keep_best, metadata)
+    return Checkpoints(folder, world, config.keep_checkpoints, config.keep_every, config.keep_best, metadata=metadata)
 
 
 def build_monitor(config: RunConfig) -> DivergenceMonitor:
