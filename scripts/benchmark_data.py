@@ -1,8 +1,9 @@
-"""Speed of the data, as a Markdown table: `python scripts/benchmark_data.py --tokenizer FILE_OR_NAME --files GLOB`.
+"""Measure the speed of the data: `python scripts/benchmark_data.py --tokenizer FILE_OR_NAME --files GLOB`.
 
-Tokenizing and reading prepared rows use one thread and are counted per second of processor time, so that other
-programs do not count; streaming is counted per second of the clock. In every round each contender of a section has its
-turn, in an order that rotates. Printed are medians, and medians of each round's ratio to the section's first contender.
+A Markdown table is printed. Tokenizing and reading prepared rows use one thread and are counted per second of processor
+time, so that other programs do not count; streaming is counted per second of the clock. In every round each contender
+of a section has its turn, in an order that rotates. The table has medians, and medians of each round's ratio to the
+section's first contender.
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ from muown_train.data.token_file import TokenWriter, read_tokens
 from muown_train.data.workers import AHEAD, add_workers
 
 SEQ_LEN = 1024
-ROWS = 64  # in a batch
+ROWS = 64  # rows of a batch
 STREAMS = 16
-CHARACTERS = 20_000_000  # of the texts that are used
+CHARACTERS = 20_000_000  # characters of the texts that are used
 ROUNDS = 7
 
-READ_AHEAD = (AHEAD + 3) * STREAMS * SEQ_LEN  # tokens, by the workers together
+READ_AHEAD = (AHEAD + 3) * STREAMS * SEQ_LEN  # tokens that all workers together read ahead
 
 
 def main() -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("--tokenizer", required=True, help="tokenizer.json, gpt2.tiktoken or a hub name")
     parser.add_argument("--files", required=True, nargs="+", help="globs of .txt, .jsonl, .parquet")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each contender in each of the rounds")
-    parser.add_argument("--tokens", type=int, default=100_000_000, help="in the file that prepared rows are read from")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds of a contender in a round (default 1)")
+    parser.add_argument("--tokens", type=int, default=100_000_000, help="tokens of the file of prepared rows")
     arguments = parser.parse_args()
-    # of the libraries, which read them when they are first used
+    # the libraries read these variables when they are first used
     os.environ.update({"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"})
     cores = os.sched_getaffinity(0)
     try:
         tokenizer = load_tokenizer(arguments.tokenizer)
-        texts = some_texts(expand_globs(arguments.files, "--files"))
+        texts = read_some_texts(expand_globs(arguments.files, "--files"))
     except (ValueError, OSError) as error:
         parser.error(str(error))
 
@@ -56,16 +57,17 @@ def main() -> None:
     print("| | tokens/s | ratio |\n|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         os.sched_setaffinity(0, {min(cores)})  # encoding takes as many threads as there are cores
-        compare(tokenizing(tokenizer, texts), arguments.seconds, time.process_time)
-        compare(reading(Path(folder), arguments.tokens), arguments.seconds, time.process_time)
+        compare(make_tokenizing(tokenizer, texts), arguments.seconds, time.process_time)
+        compare(make_reading(Path(folder), arguments.tokens), arguments.seconds, time.process_time)
         os.sched_setaffinity(0, cores)
-        compare(streaming(Path(folder), texts, tokenizer), arguments.seconds, time.perf_counter, READ_AHEAD)
+        compare(make_streaming(Path(folder), texts, tokenizer), arguments.seconds, time.perf_counter, READ_AHEAD)
 
 
 def compare(contenders: dict[str, Iterator[int]], seconds: float, clock: Callable[[], float], untimed: int = 1) -> None:
-    """Prints a line for each contender, an endless iterator of numbers of tokens that it has just made.
+    """Print a line for each contender, an endless iterator of the numbers of tokens that it has just made.
 
-    In each turn `untimed` tokens come first: those that were read ahead while others had their turns.
+    Args:
+        untimed: tokens that come first in each turn, because they were read ahead while others had their turns.
     """
     speeds: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
@@ -86,8 +88,8 @@ def compare(contenders: dict[str, Iterator[int]], seconds: float, clock: Callabl
         contender.close()  # type: ignore[attr-defined]
 
 
-def some_texts(paths: list[Path]) -> list[str]:
-    """From the beginning, so many as to make CHARACTERS."""
+def read_some_texts(paths: list[Path]) -> list[str]:
+    """Return the first texts that together have at least CHARACTERS characters."""
     texts, characters = [], 0
     for text in read_documents(paths, "text"):
         texts.append(text)
@@ -97,25 +99,28 @@ def some_texts(paths: list[Path]) -> list[str]:
     return texts
 
 
-def tokenizing(tokenizer: Tokenizer, texts: list[str]) -> dict[str, Iterator[int]]:
-    """Library and package on the same documents."""
+def make_tokenizing(tokenizer: Tokenizer, texts: list[str]) -> dict[str, Iterator[int]]:
+    """Return contenders that tokenize the same documents: the library, and this package."""
 
-    def library() -> Iterator[int]:
-        plain = tokenizer._library  # type: ignore[attr-defined]
+    def encode_by_library() -> Iterator[int]:
+        library = tokenizer._library  # type: ignore[attr-defined]
         documents = cycle(texts)
         while True:
-            encoded = plain.encode_batch_fast(list(islice(documents, ROWS)), add_special_tokens=False)
+            encoded = library.encode_batch_fast(list(islice(documents, ROWS)), add_special_tokens=False)
             yield sum(len(one.ids) + 1 for one in encoded)
 
-    def ours() -> Iterator[int]:
+    def encode_by_package() -> Iterator[int]:
         yield from map(len, encode_documents(cycle(texts), tokenizer))
 
-    return {"tokenizing, one core: the `tokenizers` library": library(), "tokenizing, one core: this package": ours()}
+    return {
+        "tokenizing, one core: the `tokenizers` library": encode_by_library(),
+        "tokenizing, one core: this package": encode_by_package(),
+    }
 
 
-def reading(folder: Path, tokens: int) -> dict[str, Iterator[int]]:
-    """Rows of a token file of random ids, alone and with what the loader adds: hashes and int64 tensors."""
-    from muown_train.data.loader import Loader  # torch, which worker processes do without: they import this file
+def make_reading(folder: Path, tokens: int) -> dict[str, Iterator[int]]:
+    """Return contenders that read rows of a file of random ids: alone, and with the loader's hashes and tensors."""
+    from muown_train.data.loader import Loader  # loads torch, which worker processes, which import this file, lack
 
     path = folder / "random.bin"
     generator = np.random.default_rng(0)
@@ -123,35 +128,39 @@ def reading(folder: Path, tokens: int) -> dict[str, Iterator[int]]:
         for begin in range(0, tokens, 1 << 20):
             writer.write(generator.integers(0, 50_000, min(1 << 20, tokens - begin)).astype(np.uint16))
 
-    def rows() -> TokenRows:
+    def open_rows() -> TokenRows:
         return TokenRows(read_tokens(path), SEQ_LEN, seed=0)
 
-    def loaded() -> Iterator[int]:
-        for batch in Loader(rows(), ROWS, prefetch=0):
+    def load_batches() -> Iterator[int]:
+        for batch in Loader(open_rows(), ROWS, prefetch=0):
             yield batch.tokens.numel() - ROWS
 
-    return {"prepared rows, one core": taken(rows()), "prepared rows, one core, through the loader": loaded()}
+    return {
+        "prepared rows, one core": take_batches(open_rows()),
+        "prepared rows, one core, through the loader": load_batches(),
+    }
 
 
-def streaming(folder: Path, texts: list[str], tokenizer: Tokenizer) -> dict[str, Iterator[int]]:
-    """Rows of local documents, read and encoded while they are asked for."""
+def make_streaming(folder: Path, texts: list[str], tokenizer: Tokenizer) -> dict[str, Iterator[int]]:
+    """Return contenders that read and encode local documents while their rows are asked for."""
     paths = [folder / f"{number}.jsonl" for number in range(STREAMS)]
     for number, path in enumerate(paths):
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[number::STREAMS]))
 
-    def rows(count: int) -> Iterator[int]:
-        source = StreamRows(documents_of, [[path] for path in paths], tokenizer, SEQ_LEN, shuffle=128)
-        return taken(add_workers(source, count))
+    def stream(count: int) -> Iterator[int]:
+        source = StreamRows(read_from, [[path] for path in paths], tokenizer, SEQ_LEN, shuffle=128)
+        return take_batches(add_workers(source, count))
 
-    return {"streaming, 1 worker": rows(1), "streaming, no workers": rows(0), "streaming, 2 workers": rows(2)}
+    return {"streaming, 1 worker": stream(1), "streaming, no workers": stream(0), "streaming, 2 workers": stream(2)}
 
 
-def documents_of(path: Path, first: int) -> Iterator[str]:
+def read_from(path: Path, first: int) -> Iterator[str]:
+    """Yield the documents of a file from the one with the number `first` on."""
     return islice(read_documents([path], "text"), first, None)
 
 
-def taken(rows: RowSource) -> Iterator[int]:
-    """Batch after batch."""
+def take_batches(rows: RowSource) -> Iterator[int]:
+    """Take batch after batch, and yield the number of tokens of each."""
     begin = 0
     while True:
         rows.take(range(begin, begin + ROWS))

@@ -1,7 +1,7 @@
 """Time one step of the optimizers side by side: `python scripts/benchmark_optim.py [--size small] [--rounds 21]`.
 
 Every round times one step of every contender on the same gradients, in an order that rotates, so that what disturbs
-the machine disturbs all of them. Printed are medians, medians of each round's ratio to the first contender, and the
+the machine disturbs all of them. The table has medians, medians of each round's ratio to the first contender, and the
 most memory that a step takes besides parameters, gradients and state. `--compile` adds compiled contenders, `--ranks 2`
 compares sharded with replicated optimizers over gloo (over NCCL where each rank has a GPU).
 """
@@ -22,15 +22,15 @@ from muown_train.optim import Muon, Muown, shard
 from muown_train.optim.core.orthogonalize import has_fast_bfloat16
 from muown_train.runtime.benchmark import measure_peak_memory
 
-# rows, columns and row blocks of the matrices of one layer; number of layers
+# size -> rows, columns and row blocks of the matrices of one layer, and the number of layers
 SIZES = {
     "small": ([(768, 256, (256,) * 3), (256, 256, None), (1536, 256, None), (256, 768, None)], 6),
     "124m": ([(2304, 768, (768,) * 3), (768, 768, None), (4096, 768, None), (768, 2048, None)], 12),
 }
 
 
-def matrices(size: str, dtype: torch.dtype, device: str) -> list[dict]:
-    """Parameter groups of a model's matrices, with gradients."""
+def make_matrices(size: str, dtype: torch.dtype, device: str) -> list[dict]:
+    """Return parameter groups of a model's matrices, with gradients."""
     generator = torch.Generator().manual_seed(0)
     shapes, layers = SIZES[size]
     groups = []
@@ -44,17 +44,17 @@ def matrices(size: str, dtype: torch.dtype, device: str) -> list[dict]:
     return groups
 
 
-def without_blocks(groups: list[dict]) -> list[dict]:
-    """The same groups with every fused matrix as one, as torch.optim.Muon takes it."""
+def remove_blocks(groups: list[dict]) -> list[dict]:
+    """Return the groups with every fused matrix as one, as torch.optim.Muon takes it."""
     return [{"params": group["params"]} for group in groups]
 
 
-def one_by_one(X: Tensor) -> Tensor:
-    """The textbook iteration on each matrix of a batch alone, in X's dtype: the loop that others are compared with."""
-    return torch.stack([_textbook(x) for x in X]) if X.ndim == 3 else _textbook(X)
+def orthogonalize_one_by_one(X: Tensor) -> Tensor:
+    """Iterate as in a textbook, in X's dtype, on each matrix of a batch alone; others are compared with this loop."""
+    return torch.stack([iterate_textbook(x) for x in X]) if X.ndim == 3 else iterate_textbook(X)
 
 
-def _textbook(x: Tensor) -> Tensor:
+def iterate_textbook(x: Tensor) -> Tensor:
     y = x.T if x.shape[0] > x.shape[1] else x
     y = y / y.norm().clamp(min=1e-7)
     for _ in range(5):
@@ -63,38 +63,38 @@ def _textbook(x: Tensor) -> Tensor:
     return y.T if x.shape[0] > x.shape[1] else y
 
 
-def own(size: str, device: str) -> list[dict]:
-    """Parameters for one contender alone."""
-    return matrices(size, torch.float32, device)
+def make_own(size: str, device: str) -> list[dict]:
+    """Return parameters for one contender alone."""
+    return make_matrices(size, torch.float32, device)
 
 
-def contenders(size: str, device: str, compiled: bool) -> dict[str, torch.optim.Optimizer]:
-    """What is compared, each with parameters of its own."""
+def make_contenders(size: str, device: str, compiled: bool) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers that are compared, each with parameters of its own."""
     optimizers = {
-        "torch.optim.Muon": torch.optim.Muon(without_blocks(own(size, device)), adjust_lr_fn="match_rms_adamw"),
-        "Muon": Muon(own(size, device), adjust_lr_fn="match_rms_adamw"),
-        "Muon, fused as one": Muon(without_blocks(own(size, device)), adjust_lr_fn="match_rms_adamw"),
-        "Muown": Muown(own(size, device)),
-        "Muown, fused as one": Muown(without_blocks(own(size, device))),
-        "Muown, magnitude fixed": Muown(own(size, device), magnitude="fixed"),
-        "Muown, float32": Muown(own(size, device), ns_dtype="float32"),
-        "Muown, float32, loop": Muown(own(size, device), orthogonalizer=one_by_one),
+        "torch.optim.Muon": torch.optim.Muon(remove_blocks(make_own(size, device)), adjust_lr_fn="match_rms_adamw"),
+        "Muon": Muon(make_own(size, device), adjust_lr_fn="match_rms_adamw"),
+        "Muon, fused as one": Muon(remove_blocks(make_own(size, device)), adjust_lr_fn="match_rms_adamw"),
+        "Muown": Muown(make_own(size, device)),
+        "Muown, fused as one": Muown(remove_blocks(make_own(size, device))),
+        "Muown, magnitude fixed": Muown(make_own(size, device), magnitude="fixed"),
+        "Muown, float32": Muown(make_own(size, device), ns_dtype="float32"),
+        "Muown, float32, loop": Muown(make_own(size, device), orthogonalizer=orthogonalize_one_by_one),
     }
     if compiled:
-        optimizers["Muon, compiled"] = Muon(own(size, device), adjust_lr_fn="match_rms_adamw")
-        optimizers["Muown, compiled"] = Muown(own(size, device))
+        optimizers["Muon, compiled"] = Muon(make_own(size, device), adjust_lr_fn="match_rms_adamw")
+        optimizers["Muown, compiled"] = Muown(make_own(size, device))
         for name in ("Muon, compiled", "Muown, compiled"):
             optimizers[name].compile()
     return optimizers
 
 
-def replicated_and_sharded(size: str, device: str) -> dict[str, torch.optim.Optimizer]:
-    """Muown on every rank, and spread over the ranks."""
-    return {"replicated": Muown(own(size, device)), "sharded": shard(Muown(own(size, device)))}
+def make_replicated_and_sharded(size: str, device: str) -> dict[str, torch.optim.Optimizer]:
+    """Return Muown with all work on every rank, and spread over the ranks."""
+    return {"replicated": Muown(make_own(size, device)), "sharded": shard(Muown(make_own(size, device)))}
 
 
-def timed(step: Callable[[], object], device: str) -> float:
-    """Seconds of one call, the device's work and that of all ranks included."""
+def time_step(step: Callable[[], object], device: str) -> float:
+    """Return the seconds of one call, including the device's work and that of all ranks."""
 
     def wait() -> None:
         if device.startswith("cuda"):
@@ -110,19 +110,19 @@ def timed(step: Callable[[], object], device: str) -> float:
 
 
 def measure(optimizers: dict[str, torch.optim.Optimizer], rounds: int, device: str) -> dict[str, list[float]]:
-    """Seconds of each round's step."""
+    """Return the seconds of each contender's step, round by round."""
     names = list(optimizers)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for optimizer in optimizers.values():
         optimizer.step()
     for i in range(rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            seconds[name].append(timed(optimizers[name].step, device))
+            seconds[name].append(time_step(optimizers[name].step, device))
     return seconds
 
 
-def table(title: str, optimizers: dict[str, torch.optim.Optimizer], rounds: int, device: str) -> str:
-    """The measurement as Markdown."""
+def make_table(title: str, optimizers: dict[str, torch.optim.Optimizer], rounds: int, device: str) -> str:
+    """Measure the optimizers and return the table as Markdown."""
     seconds = measure(optimizers, rounds, device)
     first, base = next(iter(seconds.items()))
     rows = [f"\n| {title} | step, ms | of {first} | extra memory, MiB |", "|---|---:|---:|---:|"]
@@ -133,8 +133,8 @@ def table(title: str, optimizers: dict[str, torch.optim.Optimizer], rounds: int,
     return "\n".join(rows)
 
 
-def on_rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
-    """What each rank of `--ranks` does."""
+def run_rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
+    """Measure sharded and replicated optimizers on one rank of `--ranks`; rank 0 prints the table."""
     device, backend = ("cuda", "nccl") if arguments.device == "cuda" else ("cpu", "gloo")
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -142,7 +142,7 @@ def on_rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=arguments.ranks)
     for size in arguments.size:
         title = f"{size}, {arguments.ranks} ranks"
-        text = table(title, replicated_and_sharded(size, device), arguments.rounds, device)
+        text = make_table(title, make_replicated_and_sharded(size, device), arguments.rounds, device)
         if rank == 0:
             print(text, flush=True)
     dist.destroy_process_group()
@@ -151,11 +151,11 @@ def on_rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
 def main() -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("--size", choices=SIZES, nargs="+", default=list(SIZES))
-    parser.add_argument("--rounds", type=int, default=15, help="steps of each contender")
-    parser.add_argument("--threads", type=int, help="of a process; by default all cores, with --ranks its share")
+    parser.add_argument("--rounds", type=int, default=15, help="steps of each contender (default 15)")
+    parser.add_argument("--threads", type=int, help="threads of a process (default all cores; with --ranks its share)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="add compiled optimizers")
-    parser.add_argument("--ranks", type=int, default=1, help="replicated against sharded over so many processes")
+    parser.add_argument("--ranks", type=int, default=1, help="compare replicated with sharded over so many processes")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.ranks < 1:
         parser.error(f"--rounds {arguments.rounds} and --ranks {arguments.ranks} must be 1 or more")
@@ -167,11 +167,11 @@ def main() -> None:
     print(f"{arguments.device}, {arguments.threads} threads, {native}native bfloat16, torch {torch.__version__}")
     if arguments.ranks > 1:
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(on_rank, (arguments, f"{folder}/store"), nprocs=arguments.ranks)
+            torch.multiprocessing.spawn(run_rank, (arguments, f"{folder}/store"), nprocs=arguments.ranks)
         return
     for size in arguments.size:
-        optimizers = contenders(size, arguments.device, arguments.compile)
-        print(table(size, optimizers, arguments.rounds, arguments.device), flush=True)
+        optimizers = make_contenders(size, arguments.device, arguments.compile)
+        print(make_table(size, optimizers, arguments.rounds, arguments.device), flush=True)
 
 
 if __name__ == "__main__":

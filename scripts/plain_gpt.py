@@ -1,7 +1,8 @@
-"""What `benchmark_train.py` compares with: a GPT of the same sizes and a training step as a tutorial would write them.
+"""The plain loop of `benchmark_train.py`: a GPT of the same sizes and a training step as a tutorial would write them.
 
-All logits at once, scaled_dot_product_attention, torch.optim.Muon for matrices and AdamW for the rest, losses read on
-the host every step. Nothing of muown_train is used, so that what is slow there is not slow here as well.
+It computes all logits at once, uses scaled_dot_product_attention, torch.optim.Muon for matrices and AdamW for the rest,
+and reads the loss on the host in every step. It uses nothing of muown_train, so that what is slow in the package is not
+slow in the plain loop as well.
 """
 
 import math
@@ -23,7 +24,7 @@ class RMSNorm(nn.Module):
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs of neighbours are rotated (the interleaved form of the RoPE paper). x (B, h, T, d); cos, sin (T, d/2)."""
+    """Rotate pairs of neighbours (the interleaved form of the RoPE paper). x (B, h, T, d); cos, sin (T, d/2)."""
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
 
@@ -51,7 +52,7 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """(B, T) ids and (B, T) targets -> mean loss."""
+    """A GPT that maps (B, T) ids and (B, T) targets to the mean loss."""
 
     def __init__(self, vocab_size: int, layers: int, dim: int, heads: int, hidden: int, seq_len: int) -> None:
         super().__init__()
@@ -76,13 +77,13 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), targets.flatten())
 
 
-def plain_step(
+def make_plain_step(
     model: nn.Module, batches: Callable[[], Tensor], micro_batch: int, autocast: bool = False, lr: float = 2e-3
 ) -> tuple[Callable[[], float], list[torch.optim.Optimizer]]:
-    """A function that makes one update and returns its loss, and the optimizers.
+    """Return a function that takes one step and returns its loss, and the optimizers.
 
     Args:
-        batches: gives the (B, T+1) ids of the next update.
+        batches: returns the (B, T+1) ids of the next step.
     """
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embedding" not in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embedding" in name]
