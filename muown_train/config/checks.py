@@ -8,7 +8,7 @@ from muown_train.runtime.suggest import suggest_nearest
 
 
 def is_number(value: Any) -> bool:
-    """Return whether `value` is a finite number; a boolean is none."""
+    """Return whether `value` is a finite number; a boolean does not count as one."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -16,7 +16,7 @@ def check_int(key: str, value: Any, least: int) -> int:
     """Return `value` as an integer, also where YAML reads it as a float, such as 5e9.
 
     Raises:
-        ValueError: it is no whole number, is less than `least`, or does not fit 64 bits.
+        ValueError: it is not a whole number, is less than `least`, or does not fit 64 bits.
     """
     if not is_number(value) or value != int(value) or not least <= value < 2**63:
         raise ValueError(f"{key}={value!r} must be a whole number of at least {least} and less than 2^63")
@@ -30,7 +30,7 @@ def check_positive(key: str, value: Any, unit: str = "") -> Any:
         unit: the words that follow "a positive number" in the message, such as " of minutes".
 
     Raises:
-        ValueError: it is no number, or not above 0.
+        ValueError: it is not a number, or not above 0.
     """
     if not is_number(value) or value <= 0:
         raise ValueError(f"{key}={value!r} must be a positive number{unit}")

@@ -35,7 +35,7 @@ def load_config(overrides: Sequence[str]) -> RunConfig:
         overrides: the `key=value` words of a command line.
 
     Raises:
-        ValueError, HydraException, OmegaConfBaseException: a word is no override, or a key or a value cannot be.
+        ValueError, HydraException, OmegaConfBaseException: a word is not an override, or a key or value is wrong.
     """
     overrides = update_overrides(overrides)
     composed = compose_config(overrides, with_hydra=True)
@@ -60,7 +60,7 @@ def check_config(composed: DictConfig, choices: Mapping[str, Any], overrides: Se
 def compose_config(overrides: Sequence[str], with_hydra: bool = False) -> DictConfig:
     """Compose configs/train.yaml with overrides, unchecked and with interpolations unresolved.
 
-    Without `experiment`: the grid that an experiment's file describes is no setting of a run.
+    The key `experiment` is left out: the grid that an experiment's file describes is not a setting of a run.
 
     Args:
         with_hydra: keep Hydra's own node, which holds the choices.

@@ -13,7 +13,7 @@ def parse_overrides(overrides: Iterable[str]) -> list[Override]:
     """Parse words as Hydra understands them once `quote_text` has put quotes around plain text.
 
     Raises:
-        HydraException: a word is no override.
+        HydraException: a word is not an override.
     """
     return OverridesParser.create().parse_overrides(quote_text(overrides))
 

@@ -28,7 +28,7 @@ RENAMED_KEYS = {
 
 
 def update_target(target: Any) -> Any:
-    """Return today's name of a `_target_`; anything that is no renamed name is returned as it is."""
+    """Return today's name of a `_target_`; anything that was not renamed is returned as it is."""
     return RENAMED_TARGETS.get(target, target) if isinstance(target, str) else target
 
 

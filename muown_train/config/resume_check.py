@@ -1,4 +1,4 @@
-"""Check that a configuration may go on with the run that a folder already holds."""
+"""Check that a configuration may continue the run that a folder already holds."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,11 +19,11 @@ _MAY_CHANGE = ("data.retries", "model.activation_checkpointing")
 
 
 def check_same_run(folder: Path, metadata: Mapping[str, Any] | None, config: Mapping[str, Any]) -> None:
-    """Refuse a configuration that cannot go on with the checkpoints in a folder.
+    """Refuse a configuration that cannot continue from the checkpoints in a folder.
 
     Args:
-        metadata: of the newest checkpoint, with its `config`; None where there is no checkpoint.
-        config: the configuration that is to go on, as plain data.
+        metadata: the newest checkpoint's, with its `config`; None where there is no checkpoint.
+        config: the configuration that is to continue the run, as plain data.
 
     Raises:
         ValueError: a setting that must stay has changed; the message names it with both values.
@@ -32,7 +32,7 @@ def check_same_run(folder: Path, metadata: Mapping[str, Any] | None, config: Map
     for key in _FIXED if metadata else ():
         old, new = _get(stored, key), redact_tree(_get(config, key))
         if isinstance(old, dict) and isinstance(new, dict):
-            # a run of an earlier version did what the default of a later setting is
+            # a setting that did not exist yet counts as its default, which is how the run was trained
             defaults = list_defaults(new, key)
             old, new = ({**tree, **{k: v for k, v in defaults.items() if k not in tree}} for tree in (old, new))
             keys = [k for k in {**old, **new} if f"{key}.{k}" not in _MAY_CHANGE]
@@ -49,7 +49,7 @@ def check_same_data(folder: Path, metadata: Mapping[str, Any] | None, data: Mapp
     """Refuse data that are not those of the checkpoints in a folder, although the settings are the same.
 
     Args:
-        metadata: of the newest checkpoint, with its `data`; None where there is no checkpoint.
+        metadata: the newest checkpoint's, with its `data`; None where there is no checkpoint.
         data: metadata of the data that are to be trained on.
 
     Raises:

@@ -33,7 +33,7 @@ NOT_IN_NAME = (
     "trust",
     "hydra",
 )
-_MAX_LENGTH = 120  # of default names; file systems allow 255
+_MAX_LENGTH = 120  # characters of a default name; file systems allow 255
 _ALLOWED = "A-Za-z0-9._=+,-"  # characters of a run's name
 
 
@@ -92,7 +92,7 @@ def check_run_name(name: Any) -> str:
     """Return a run's name as text, provided that it stays inside the folder of runs.
 
     Raises:
-        ValueError: it is no plain folder name, or it contains a secret.
+        ValueError: it is not a plain folder name, or it contains a secret.
     """
     if not re.fullmatch(f"[{_ALLOWED}]{{1,200}}", str(name)) or str(name)[0] in ".-":
         shown = repr(name) if len(str(name)) <= 200 else f"{str(name)[:40]!r}… ({len(str(name))} characters)"

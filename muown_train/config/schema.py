@@ -84,7 +84,7 @@ def parse_config(tree: Mapping[str, Any], default_name: str) -> RunConfig:
         default_name: the run's name where the tree gives none.
 
     Raises:
-        ValueError: a key is unknown (with the nearest one that exists) or missing, or a value cannot be.
+        ValueError: a key is unknown (with the nearest one that exists) or missing, or a value is wrong.
     """
     known = {each.name for each in fields(RunConfig)}
     settings = update_stored_config(tree)
@@ -112,14 +112,14 @@ class TrainerSettings:
     save_every: int
     log_every: int
     valid_tokens: int
-    check_every: int | None = None  # between two comparisons of the weights of all ranks
-    probe_every: int | None = None  # between two calls of the probe
+    check_every: int | None = None  # steps between two comparisons of the weights of all ranks
+    probe_every: int | None = None  # steps between two calls of the probe
     stop_if_unsaved: bool = True  # whether a checkpoint that cannot be written ends the run
     grad_clip: float | None = 1.0
     autocast: bool = False  # bfloat16 in the forward pass, float32 weights
-    reduce_in_bfloat16: bool = False  # gradients between ranks
+    reduce_in_bfloat16: bool = False  # whether ranks exchange gradients in bfloat16
     flops_per_token: float | None = None
-    peak_flops: float | None = None  # of one device, per second
+    peak_flops: float | None = None  # FLOP/s of one device
 
 
 _Check = Callable[[str, Any], Any]
@@ -141,31 +141,31 @@ def _positive_or_null(unit: str = "") -> _Check:
     return _or_null(lambda key, value: check_positive(key, value, f"{unit} or null"))
 
 
-def _reduce_dtype(key: str, value: Any) -> Any:
+def _check_reduce_dtype(key: str, value: Any) -> Any:
     if value is not None and value not in ("bfloat16", "float32"):
         raise ValueError(f"{key}={value!r} must be bfloat16, float32 or null")
     return value
 
 
-def _folder(key: str, value: Any) -> str:
+def _check_folder(key: str, value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{key}={value!r} must be a folder")
     return value
 
 
-def _checkpoint(key: str, value: Any) -> str:
+def _check_source(key: str, value: Any) -> str:
     if not (isinstance(value, str) and value):
         raise ValueError(f"{key}={value!r} must be the folder of a run or of a checkpoint, or null")
     return str(Path(value).expanduser())  # a slash at the end makes no difference
 
 
-def _trusted_names(key: str, value: Any) -> list[str]:
+def _check_trusted_names(key: str, value: Any) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise ValueError(f"{key}={value!r} must be a list of dotted names, such as [my_package.MyOptimizer]")
     return value
 
 
-def _section(key: str, value: Any) -> Section:
+def _check_section(key: str, value: Any) -> Section:
     if not isinstance(value, Mapping):
         raise ValueError(f"{key}={value!r} must be a mapping of settings")
     return dict(value)
@@ -173,10 +173,10 @@ def _section(key: str, value: Any) -> Section:
 
 _CHECKS: dict[str, _Check] = {
     "name": lambda key, value: check_run_name(value),  # YAML reads name=5 as a number
-    "out": _folder,
-    "cache": _or_null(_folder),
-    "init_from": _or_null(_checkpoint),
-    "checkpoint": _or_null(_checkpoint),
+    "out": _check_folder,
+    "cache": _or_null(_check_folder),
+    "init_from": _or_null(_check_source),
+    "checkpoint": _or_null(_check_source),
     **dict.fromkeys(("seq_len", "batch_tokens", "micro_batch", "eval_every", "valid_tokens", "save_every"), _int(1)),
     **dict.fromkeys(("keep_checkpoints", "log_every", "probe_every", "max_bad_updates"), _int(1)),
     **dict.fromkeys(("sample_tokens", "seed", "max_rollbacks", "diverged_from"), _int(0)),
@@ -188,9 +188,9 @@ _CHECKS: dict[str, _Check] = {
     "on_save_error": _choice("stop", "continue"),
     "on_bad_updates": _choice("rollback", "stop"),
     "precision": _choice("auto", "bfloat16", "float32"),
-    "reduce_dtype": _reduce_dtype,
-    "trust": _trusted_names,
-    **dict.fromkeys(("model", "data", "optim", "schedule"), _section),
-    "tracking": _or_null(_section),
-    "probes": lambda key, value: _section(key, value or {}),
+    "reduce_dtype": _check_reduce_dtype,
+    "trust": _check_trusted_names,
+    **dict.fromkeys(("model", "data", "optim", "schedule"), _check_section),
+    "tracking": _or_null(_check_section),
+    "probes": lambda key, value: _check_section(key, value or {}),
 }

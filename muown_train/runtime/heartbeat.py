@@ -138,7 +138,7 @@ class HeartbeatMonitor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and explain_lost_rank(error):
-            self._thread.join(_ANSWER_TIMEOUT)  # it learns which rank is lost, says so and ends the process
+            self._thread.join(_ANSWER_TIMEOUT)  # the thread learns which rank is lost, says so and ends the process
         self.close(failed=error is not None)
 
     def close(self, failed: bool = False) -> None:
@@ -244,5 +244,5 @@ class HeartbeatMonitor:
         os.write(2, message.encode())
         if self.rank == 0:
             self._send(f"lost {lost_rank} {why}")
-            time.sleep(0.5)  # so that they have read it before this end of the connection closes
+            time.sleep(0.5)  # the others read the message before this end of the connection closes
         os._exit(1)

@@ -88,17 +88,17 @@ class StatusLine:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
         from rich.table import Column
 
-        def one_line() -> Column:
+        def make_column() -> Column:
             return Column(no_wrap=True, overflow="ellipsis")
 
         progress = Progress(
             BarColumn(bar_width=16),
-            TextColumn("{task.description}", markup=False, table_column=one_line()),
-            TimeElapsedColumn(table_column=one_line()),
-            TextColumn("[dim]{task.fields[left]}", table_column=one_line()),
+            TextColumn("{task.description}", markup=False, table_column=make_column()),
+            TimeElapsedColumn(table_column=make_column()),
+            TextColumn("[dim]{task.fields[left]}", table_column=make_column()),
             console=Console(file=self.stream),
             transient=self.transient,
-            # What others print goes above the line, unless it goes to a file.
+            # Other output of the process appears above the line, unless it goes to a file.
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )

@@ -37,9 +37,9 @@ def hash_of(p: torch.Tensor) -> int:
 @pytest.fixture(params=[4, 1 << 20], ids=["chunks of 4 words", "one chunk"])
 def chunk(request, monkeypatch):
     monkeypatch.setattr(replica_check, "_CHUNK", request.param)
-    replica_check._weights.cache_clear()
+    replica_check._make_weights.cache_clear()
     yield
-    replica_check._weights.cache_clear()
+    replica_check._make_weights.cache_clear()
 
 
 @settings(deadline=None)
@@ -93,13 +93,13 @@ def test_weights_are_odd_and_no_two_are_alike_where_it_matters():
     monkey = pytest.MonkeyPatch()
     with monkey.context() as patch:
         patch.setattr(replica_check, "_CHUNK", 16)
-        replica_check._weights.cache_clear()
+        replica_check._make_weights.cache_clear()
         found = []
         for k in range(300):
             one_word[k] = 1
             found.append(hash_of(one_word))
             one_word[k] = 0
-    replica_check._weights.cache_clear()
+    replica_check._make_weights.cache_clear()
     assert [weight % 2**33 for weight in found] == [2 * k + 1 for k in range(300)]
     assert len({weight >> 33 for weight in found}) > 290  # and the upper bits follow no pattern
 
