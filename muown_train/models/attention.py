@@ -23,7 +23,7 @@ _observer: Observer | None = None  # a model that is compiled while this is None
 
 @contextmanager
 def observe_attention(observer: Observer) -> Iterator[None]:
-    """Show `observer` what each call of `causal_attention` multiplies, layer by layer, until the context ends."""
+    """Call `observer` with the factors of each call of `causal_attention`, layer by layer, until the context ends."""
     global _observer
     _observer = observer
     try:

@@ -53,7 +53,7 @@ class Sampling:
             raise ValueError("the model's logits are not finite: its weights are of no use")
         if self.temperature < torch.finfo(logits.dtype).tiny:
             return torch.zeros_like(logits).index_fill_(0, logits.argmax(), 1.0)
-        # with the largest logit at 0, a tiny temperature does not overflow to infinity minus infinity
+        # the largest logit becomes 0, so a tiny temperature does not overflow to infinity minus infinity
         logits = (logits - logits.max()) / self.temperature
         if self.top_k is not None and self.top_k < len(logits):
             kept = logits.topk(self.top_k).indices

@@ -1,8 +1,8 @@
 """GPT as in the Muown paper: RoPE, RMSNorm, SwiGLU, tied embeddings, no biases (appendix "Experimental Details").
 
-What the paper leaves open follows the code its runs used: rotation base 500000, norm epsilon 1e-6, hidden size of the
-MLP 8/3 of the width rounded up to a multiple of 256, q, k and v fused into one matrix of 3 D rows, gate and up into one
-of 2 H rows. Heads and the rotation are laid out as in Llama of `transformers`, so that weights can be exchanged.
+Choices that the paper leaves open follow the code its runs used: rotation base 500000, norm epsilon 1e-6, hidden size
+of the MLP 8/3 of the width rounded up to a multiple of 256, q, k and v fused into one matrix of 3 D rows, gate and up
+into one of 2 H rows. Heads and the rotation are laid out as in Llama of `transformers`, to exchange weights.
 """
 
 import math
@@ -18,9 +18,9 @@ from muown_train.models.language_model import LanguageModel, check_heads, check_
 from muown_train.models.loss import linear_cross_entropy
 
 
-def compute_mlp_hidden(dim: int, multiple: int = 256) -> int:
+def compute_mlp_hidden(dim: int) -> int:
     """Return 8/3 of the width, rounded up to a multiple of 256."""
-    return multiple * math.ceil(8 * dim / 3 / multiple)
+    return 256 * math.ceil(8 * dim / 3 / 256)
 
 
 def build_rotary_table(head_dim: int, seq_len: int, base: float) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ class LanguageModel(nn.Module):
     """A causal language model.
 
     A layer may have the attributes `row_blocks`, the rows of each part of a fused matrix, and `role`, which says that
-    its weight is no plain matrix (see `muown_train.optim.param_groups`).
+    its weight is not a plain matrix (see `muown_train.optim.param_groups`).
     """
 
     vocab_size: int  # rows of the embedding, at least the tokenizer's size
@@ -76,7 +76,7 @@ def build_model(settings: Mapping[str, Any], seq_len: int, trust: Sequence[str] 
 
 
 def check_sizes(**sizes: object) -> None:
-    """Refuse sizes of a model that are no positive integers; 768.0 is none, since sizes are stored as they are given.
+    """Refuse sizes of a model that are not positive integers, also 768.0, since sizes are stored as they are given.
 
     Raises:
         ValueError: naming the setting.

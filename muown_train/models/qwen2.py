@@ -24,7 +24,7 @@ except ImportError as error:
 ATTENTION_NAME = "muown_train"  # the name of our attention in the register of transformers
 
 
-def _attention(
+def _compute_attention(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
     """Compute attention in the form that transformers calls; no attention weights are returned.
@@ -37,7 +37,7 @@ def _attention(
     return y.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(ATTENTION_NAME, _attention)
+AttentionInterface.register(ATTENTION_NAME, _compute_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, lambda *_, **__: None)
 
 

@@ -62,8 +62,8 @@ class Speedrun(LanguageModel):
         rope_base, norm_eps: rotation base and epsilon of the norms; the defaults are those of the record.
 
     Raises:
-        ValueError: a size below 1, a number that is not above 0, heads of odd size, or a width that is no multiple of
-            them.
+        ValueError: a size below 1, a number that is not above 0, heads of odd size, or a width that is not a
+            multiple of them.
     """
 
     def __init__(

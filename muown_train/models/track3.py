@@ -18,7 +18,7 @@ from muown_train.models.gpt import rotate
 from muown_train.models.language_model import LanguageModel, check_sizes
 from muown_train.models.loss import linear_cross_entropy, softcap_logits
 
-ATTENTION_SCALE = 0.12  # of q k^T, in place of 1 / sqrt(128) = 0.088
+ATTENTION_SCALE = 0.12  # the factor of q k^T, in place of 1 / sqrt(128) = 0.088
 LOWEST_FREQUENCY = 1 / 1024  # radians per token, in the half of each head that is rotated
 NORM_EPS = torch.finfo(torch.float32).eps  # torch's default for RMSNorm
 

@@ -18,9 +18,9 @@ from .core.skip_step import can_skip_on_device, step_or_skip
 class Combined(torch.optim.Optimizer):
     """One torch optimizer made of several parts: `Combined(Muown(matrix), AdamW(rest))`.
 
-    `optimizers` are the parts. `param_groups` are the parts' own groups in a row, so that what a scheduler writes
-    reaches the part; `state` is that of all parts; the state dict has torch's format, with parameters numbered over all
-    groups.
+    `optimizers` are the parts. `param_groups` are the parts' own groups in a row, so that a scheduler's
+    changes reach the parts; `state` is that of all parts; the state dict has torch's format, with parameters numbered
+    over all groups.
 
     Raises:
         ValueError: if there are no parts, or if two groups own a parameter.
@@ -79,7 +79,7 @@ class Combined(torch.optim.Optimizer):
 
     @property
     def can_skip_on_device(self) -> bool:
-        """Whether all parts obey a skip flag without asking the host."""
+        """True if all parts obey a skip flag without asking the host."""
         return all(map(can_skip_on_device, self.optimizers))
 
     def compile(self, **options: Any) -> None:

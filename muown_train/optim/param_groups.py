@@ -1,6 +1,6 @@
 """The role of each parameter of a model (matrix, embedding, head or vector), and the blocks of fused matrices.
 
-A model declares what cannot be seen from outside, on the module that holds the parameter:
+A model declares properties that cannot be seen from outside, on the module that holds the parameter:
 
     role = "head"                    the weight is an output layer (or has another role)
     row_blocks = (768, 768, 768)     the weight is several matrices stacked along its rows
@@ -72,7 +72,7 @@ def param_groups(model: nn.Module, blocks: bool = True) -> tuple[list[dict[str, 
 
 
 def canonical_name(name: str) -> str:
-    """Return a parameter's name without what wrappers add.
+    """Return a parameter's name without the parts that wrappers add.
 
     torch.compile adds `_orig_mod.` anywhere in the name, DistributedDataParallel `module.` in front.
     """
@@ -126,7 +126,7 @@ def _find_row_blocks(name: str, parameter: nn.Parameter, holders: list[nn.Module
 
 
 def _get_declared(name: str, attribute: str, holders: list[nn.Module]) -> Any:
-    """Return what the modules that hold a parameter declare, or None if they declare nothing."""
+    """Return the attribute that the modules holding a parameter declare, or None if they declare none."""
     declared = [value for holder in holders if (value := getattr(holder, attribute, None)) is not None]
     if any(value != declared[0] for value in declared):
         raise ValueError(f"{name} is shared by modules that declare different {attribute}: {declared}")

@@ -2,7 +2,7 @@
 
 `shard(optimizer)` changes no algorithm and has no step of its own. Hooks around the optimizer's step hide the gradients
 of parameters that other ranks own, so that the optimizer passes them over and never creates state for them; then every
-owner broadcasts its parameters. This serves every optimizer that moves each parameter by its own gradient alone.
+owner broadcasts its parameters. This works for every optimizer that moves each parameter by its own gradient alone.
 
 The parameters of one owner lie in one flat buffer for each part of a `Combined`, dtype and device; `p.data` is a view
 into it. A step therefore sends one message per owner and part, in place, without copies, and the matrices travel while
@@ -62,7 +62,7 @@ def shard(optimizer: OptimizerT, process_group: dist.ProcessGroup | None = None)
     becomes a view into a flat buffer, and all ranks start from rank 0's values. Register your own step pre-hooks that
     look at gradients before this call, and post-hooks that look at parameters after it.
 
-    `state` and `state_dict()` hold what this rank owns and need no communication; the union of `state` over all ranks
+    `state` and `state_dict()` hold this rank's share and need no communication; the union of `state` over all ranks
     is the whole. `load_state_dict` takes the union, of any number of ranks, and picks what this rank owns.
 
     Args:
@@ -156,7 +156,7 @@ class _FlatBuffer(NamedTuple):
 
 
 class _Sharding:
-    """The hooks of a sharded optimizer and what they share."""
+    """The hooks of a sharded optimizer and their common state."""
 
     def __init__(
         self, parts: list[Optimizer], owners: dict[Tensor, int], rank: int, process_group: dist.ProcessGroup | None
@@ -175,7 +175,7 @@ class _Sharding:
         self.waits_at_end = True
 
     def before_part_step(self, part: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Leave only the gradients of what this rank owns, after the closure has run if there is one."""
+        """Leave only the gradients of this rank's parameters, after the closure has run if there is one."""
         for name, p, _ in _iterate_named(part):
             if p.data_ptr() != self.data_ptrs[p]:
                 raise ValueError(
@@ -213,7 +213,7 @@ class _Sharding:
             self.wait()
 
     def after_combined_step(self, combined: Optimizer, args: Any, kwargs: Any) -> None:
-        """Wait for what the parts of a Combined have sent."""
+        """Wait for the messages that the parts of a Combined have sent."""
         self.waits_at_end = False
         self.wait()
 
@@ -310,7 +310,7 @@ def _iterate_parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _iterate_named(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Group]]:
-    """Yield what messages call a parameter, the parameter and its group, in order."""
+    """Yield the words for each parameter in messages, the parameter and its group, in order."""
     for j, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
             yield describe_parameter(group, i, j), p, group

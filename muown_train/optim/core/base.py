@@ -21,7 +21,7 @@ State = dict[str, Tensor]
 class BaseOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose state exists from construction on, so that saving never depends on lazy shapes.
 
-    A subclass says which state a parameter has (`init_state`), what it refuses (`check_group`, `check_parameter`), and
+    A subclass defines the state of a parameter (`init_state`), what it refuses (`check_group`, `check_parameter`), and
     how it moves the parameters of one group (`step_group`) or of all groups together (`step_groups`).
 
     `found_inf`, where it is set, is a float32 tensor of one element: a step for which it is 1 leaves everything as it
@@ -51,11 +51,11 @@ class BaseOptimizer(torch.optim.Optimizer):
 
     @property
     def can_skip_on_device(self) -> bool:
-        """Whether `step_groups` takes a skip flag."""
+        """True if `step_groups` takes a skip flag."""
         return False
 
     def is_past_first_step(self, params: list[list[Tensor]]) -> bool:
-        """Return whether no parameter still needs the host for what precedes its first step."""
+        """Return whether every parameter is past its first step, before which the host has work to do."""
         return True
 
     def step_groups(self, params: list[list[Tensor]], skip: Tensor | None) -> None:
@@ -86,7 +86,7 @@ class BaseOptimizer(torch.optim.Optimizer):
             closure: evaluates the model again and returns the loss, as for any torch optimizer.
 
         Returns:
-            What the closure returned, or None.
+            The result of the closure, or None.
 
         Raises:
             ValueError: for a sparse gradient; no parameter has moved then.
@@ -223,7 +223,7 @@ def check_group_sizes(own: list[Group], saved: list[Group]) -> None:
 
 
 def describe_parameter(group: Group, i: int, j: int) -> str:
-    """Return what messages call parameter i of group j: its name, or its place and shape."""
+    """Return the words for parameter i of group j in messages: its name, or its place and shape."""
     if "param_names" in group:
         return f"parameter {group['param_names'][i]!r}"
     return f"parameter {i} of group {j}, of shape {tuple(group['params'][i].shape)}"

@@ -48,7 +48,7 @@ def check_numbers(key: str, value: Any, count: int, *, low: float = 0.0, below: 
 
 
 def check_choice(key: str, value: object, choices: tuple[str | None, ...], other: str = "") -> None:
-    """Raise ValueError unless value is one of the choices; `other` says in words what else is allowed."""
+    """Raise ValueError unless value is one of the choices; `other` describes further values that are allowed."""
     if value not in choices:
         allowed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{key} must be one of {allowed}{' or ' + other if other else ''}, got {value!r}")

@@ -1,7 +1,7 @@
 """The shared `step` of the matrix optimizers: everything about a step that is not its algorithm.
 
-A subclass says which state a matrix has (`init_state`) and how one matrix moves: what is orthogonalised (`prepare`)
-and what becomes of the result (`apply`). The base class splits fused matrices into their blocks, orthogonalises blocks
+A subclass defines the state of a matrix (`init_state`) and how one matrix moves: what is orthogonalised (`prepare`)
+and how the result is applied (`apply`). The base class splits fused matrices into their blocks, orthogonalises blocks
 of one shape together, keeps the state, compiles `prepare` and `apply` on request, and checks what users pass.
 
 Legend: W (m, n) weight, G (m, n) gradient, M (m, n) momentum, X (m, n) input of the orthogonalisation, O (m, n) its
@@ -24,7 +24,7 @@ from .checks import check_blocks, check_bool, check_choice, check_number, check_
 from .orthogonalize import get_dtype_name, newton_schulz, polar_express, svd
 from .skip_step import run_or_restore, run_or_restore_stacked
 
-Extras = Sequence[Tensor]  # what `prepare` returns for `apply` besides X
+Extras = Sequence[Tensor]  # the tensors that `prepare` returns for `apply` besides X
 Number = float | Tensor  # a one-element tensor in compiled code, which would be compiled again for each new float
 
 # The most elements that are orthogonalised together; it bounds the extra memory of a step (4 bytes an element for a
@@ -69,7 +69,7 @@ class MatrixOptimizer(BaseOptimizer):
         return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **self.init_state(W, group)}
 
     def on_first_step(self, W: Tensor, G: Tensor, state: State, group: Group) -> None:
-        """Do what is done once, before the first `prepare` of a matrix; the arguments are those of `prepare`."""
+        """Do the work that precedes the first `prepare` of a matrix; the arguments are those of `prepare`."""
 
     def prepare(self, W: Tensor, G: Tensor, state: State, group: Group) -> tuple[Tensor, ...]:
         """Add the gradient to the momentum; return X, which is only read, and the extras that `apply` needs.
@@ -83,7 +83,7 @@ class MatrixOptimizer(BaseOptimizer):
 
         Args:
             O: (m, n), in the dtype of X.
-            extras: what `prepare` returned besides X.
+            extras: the tensors that `prepare` returned besides X.
             group: everything in it but lr is a constant to compiled code.
             lr: the group's learning rate.
             step: the number of this step, counted from 1.
@@ -100,7 +100,7 @@ class MatrixOptimizer(BaseOptimizer):
 
     @property
     def can_skip_on_device(self) -> bool:
-        """Exact SVD cannot: it waits for the device anyway and fails on NaN; a user's function may do the same."""
+        """True unless a group uses exact SVD, which waits for the device and fails on NaN, or a user's function."""
         return all(group["orthogonalizer"] in ("newton_schulz", "polar_express") for group in self.param_groups)
 
     def is_past_first_step(self, params: list[list[Tensor]]) -> bool:

@@ -1,4 +1,4 @@
-"""Steps that are skipped on the device: the host goes on without knowing, and the device decides.
+"""Steps that are skipped on the device: the device decides, and the host continues without knowing.
 
 The skip flag of a step is a tensor of one element on the device: 1 if the step is to be skipped, otherwise 0.
 Optimizers find it in their attribute `found_inf`, which is torch's own protocol: GradScaler sets it, and the fused Adam
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 T = TypeVar("T")
 
-MAX_CHUNK_ELEMENTS = 2**26  # copied together; this bounds the extra memory of a step that may be skipped
+MAX_CHUNK_ELEMENTS = 2**26  # elements copied together; this bounds the extra memory of a step that may be skipped
 
 
 def step_or_skip(optimizer: Optimizer, skip: Tensor) -> None:
@@ -51,14 +51,14 @@ def can_skip_on_device(optimizer: Optimizer) -> bool:
 
 
 def run_or_restore(skip: Tensor | None, change: Callable[[], T], tensors: Iterable[Tensor]) -> T:
-    """Call `change`, restore the tensors afterwards if skip is true, and return what `change` returned.
+    """Call `change`, restore the tensors afterwards if skip is true, and return the result of `change`.
 
     This copies the tensors and costs 5 numbers of traffic per element; compiled together with `change`, it costs
     nothing of either.
 
     Args:
         skip: (), boolean, on the device; None if the step is not skipped.
-        change: writes to no other tensors than these.
+        change: a function that writes to no other tensors.
     """
     if skip is None:
         return change()
