@@ -52,6 +52,8 @@ def main() -> None:
         texts = read_some_texts(expand_globs(arguments.files, "--files"))
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    if len(texts) < STREAMS:
+        parser.error(f"--files have {len(texts)} documents: give {STREAMS} or more, one for each stream")
 
     print(f"{len(cores)} cores; tokenizer {tokenizer.name}, by {tokenizer.backend}; rows of {SEQ_LEN} tokens\n")
     print("| | tokens/s | ratio |\n|---|---|---|")
