@@ -60,8 +60,8 @@ class Contender:
     step: Callable[[], Any]
     optimizers: list[torch.optim.Optimizer]
     loader: Loader
-    tokens: int  # of a step
-    flops: float  # of a step, on this rank
+    tokens: int  # tokens of a step
+    flops: float  # operations of a step on this rank
     autocast: bool
     device: torch.device
 

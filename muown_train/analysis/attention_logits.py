@@ -6,7 +6,7 @@ from torch import Tensor
 from muown_train.analysis.context import ProbeContext
 from muown_train.models.attention import observe_attention
 
-QUERIES = 128  # in a block, so that memory holds B h 128 T logits at a time and never B h T^2
+QUERIES = 128  # queries of a block: memory holds B h 128 T logits at a time and never B h T^2
 
 
 @torch.no_grad()
@@ -27,7 +27,7 @@ def find_largest_logits(context: ProbeContext, rows: Tensor) -> list[Tensor]:
     """Return the largest logit of each layer over this rank's rows (B, T+1), each () float32.
 
     Raises:
-        ValueError: the model does not compute attention by `causal_attention`, which is what can be observed.
+        ValueError: the model does not compute attention by `causal_attention`, the only function that can be observed.
     """
     largest: list[Tensor] = []
     for part in torch.split(rows, context.micro_batch):

@@ -19,7 +19,7 @@ from muown_train.runtime import hardware
 from muown_train.runtime.atomic_files import write_atomic
 from muown_train.runtime.distributed import World
 
-FOLDER = "analysis"  # in a run's folder; training never reads it
+FOLDER = "analysis"  # a folder in the run's folder, which training never reads
 
 
 def make_context(saved: SavedRun, world: World) -> ProbeContext:

@@ -1,4 +1,4 @@
-"""What a measurement sees: a model at one moment of its training, the state of its optimizer, and its next data.
+"""The input of a measurement: a model at one moment of its training, the state of its optimizer, and its next data.
 
 A measurement does not change training, bit for bit: gradients come from `torch.autograd.grad`, which leaves `p.grad`
 and the hooks of DDP alone; rows come from a source of its own; and it uses no random number generator.

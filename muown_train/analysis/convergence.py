@@ -57,7 +57,7 @@ class Rates(NamedTuple):
 
     step: float  # eta = gamma
     momentum: float  # beta
-    bound: float  # on the mean over steps of ||grad F||_*
+    bound: float  # bound of the mean over steps of ||grad F||_*
 
 
 def compute_deterministic_rates(L: float, delta: float, T: int) -> Rates:
@@ -82,7 +82,7 @@ def compute_stochastic_rates(L: float, delta: float, T: int, sigma: float) -> Ra
 class Trajectory(NamedTuple):
     """The measurements of a run of MuownSign."""
 
-    mean: float  # of ||grad F||_* over steps, for the gradient without noise
+    mean: float  # mean of ||grad F||_* over steps, for the gradient without noise
     L: float  # largest smoothness constant along the trajectory
     sigma: float  # largest zeta_g sigma_g + zeta_R sigma_R along the trajectory
 
@@ -96,10 +96,10 @@ class _Point(NamedTuple):
 
     @property
     def dual_norm(self) -> float:
-        return _dual_norm(self.grad_g, self.grad_R)
+        return _compute_dual_norm(self.grad_g, self.grad_R)
 
 
-def _dual_norm(grad_g: Tensor, grad_R: Tensor) -> float:
+def _compute_dual_norm(grad_g: Tensor, grad_R: Tensor) -> float:
     return float(grad_g.abs().sum() + torch.linalg.matrix_norm(grad_R, "nuc"))
 
 
@@ -155,7 +155,8 @@ def measure_smoothness(a: _Point, b: _Point) -> float:
     if d == 0:
         return 0.0
     inner = float((a.grad_g * step_g).sum() + (a.grad_R * step_R).sum())
-    return max(2 * (b.loss - a.loss - inner) / d**2, _dual_norm(b.grad_g - a.grad_g, b.grad_R - a.grad_R) / d)
+    dual_norm = _compute_dual_norm(b.grad_g - a.grad_g, b.grad_R - a.grad_R)
+    return max(2 * (b.loss - a.loss - inner) / d**2, dual_norm / d)
 
 
 def bound_noise(g: Tensor, r: Tensor, deviation: float, n: int) -> float:

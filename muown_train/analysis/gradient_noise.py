@@ -32,7 +32,7 @@ from muown_train.optim.core.weight_norm import split_gradient
 from muown_train.optim.param_groups import canonical_name
 from muown_train.runtime.atomic_files import write_atomic
 
-MAX_BATCH_ELEMENTS = 2**25  # in a batch of matrices that are decomposed at once
+MAX_BATCH_ELEMENTS = 2**25  # elements of the matrices that are decomposed together
 Progress = Callable[[str, int, int], None]  # takes the name of the pass, minibatches done, and all minibatches
 
 
@@ -41,8 +41,8 @@ class GradientNoise:
 
     Args:
         batches: how many of the run's first minibatches, of context.batch_tokens tokens each, to measure.
-        scratch: how the paths of the scratch files begin, which hold the sums so far (see `discard_scratch`).
-        identity: what is measured, such as the identity of a checkpoint; scratch files of another are not used.
+        scratch: the beginning of the paths of the scratch files, which hold the sums so far (see `discard_scratch`).
+        identity: identifies the checkpoint that is measured; scratch files of another one are not used.
         save_every: minibatches, over all ranks, between two writes of the scratch files.
     """
 
@@ -104,7 +104,7 @@ class GradientNoise:
         return total
 
     def _iterate_blocks(self, done: int) -> Iterator[tuple[int, range]]:
-        """Yield for each remaining block the minibatches done after it, and those of its minibatches for this rank."""
+        """Yield for each remaining block the number of minibatches done after it, and its minibatches for this rank."""
         world = self.context.world
         for first in range(done, self.batches, self.save_every):
             end = min(first + self.save_every, self.batches)

@@ -11,7 +11,7 @@ from muown_train.optim.param_groups import canonical_name, parameter_roles
 class Matrix(NamedTuple):
     """A weight matrix, or one row block of a fused one."""
 
-    name: str  # such as blocks.0.mlp.out.weight; the second block of a fused one is blocks.0.attention.qkv.weight:1
+    name: str  # blocks.0.mlp.out.weight; blocks.0.attention.qkv.weight:1 for the second block of a fused matrix
     parameter: nn.Parameter
     rows: slice
 

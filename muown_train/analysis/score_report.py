@@ -95,10 +95,10 @@ def _format_interval(numbers: Mapping[str, Any], key: str, sign: str = "") -> st
 
 
 def format_notes(results: Sequence[Result], own_text: bool) -> list[str]:
-    """Return what one needs to know to read the table.
+    """Return the notes that explain the table.
 
     Args:
-        own_text: each run read its own validation tokens.
+        own_text: whether each run read its own validation tokens.
     """
     blocks = _join_alternatives(result["all"]["blocks"] for result in results)
     lengths = _join_alternatives(result["seq_len"] for result in results)

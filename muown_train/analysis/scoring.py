@@ -16,7 +16,7 @@ from torch import Tensor
 
 from muown_train.analysis.validation import compute_block_losses, cut_valid_rows
 from muown_train.config.resume_check import DATA_IDENTITY
-from muown_train.data.cache import cache_folder
+from muown_train.data.cache import locate_cache
 from muown_train.data.sources import RunInfo, TrainingData, build_data
 from muown_train.data.text.eval_texts import ALL, EvalText, count_token_bytes, encode_sources
 from muown_train.data.text.tokenizer import Tokenizer
@@ -135,7 +135,7 @@ def rebuild_data(
     config = saved.config
     valid_tokens = valid_tokens or config.valid_tokens
     # the stored `cache` is not used: in a run from elsewhere it could be any folder of this machine
-    data = build_data(config.data, RunInfo(config.seq_len, config.seed, valid_tokens, cache_folder(cache), vocab_size))
+    data = build_data(config.data, RunInfo(config.seq_len, config.seed, valid_tokens, locate_cache(cache), vocab_size))
     for key in DATA_IDENTITY:
         old, new = saved.data.get(key), redact_tree(data.metadata.get(key))
         # another number of held-out tokens may come from other documents

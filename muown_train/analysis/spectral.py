@@ -1,4 +1,4 @@
-"""Spectral norms of weight matrices and what they are made of, and the effective rank of gradients.
+"""Spectral norms of weight matrices and their factors, and the effective rank of gradients.
 
 **Spectral norms** (paper, Proposition 1; Fig. 1 and the spectral appendix):
 
@@ -45,7 +45,7 @@ def compute_spectral_factors(W: Tensor) -> SpectralFactors:
     return derive_factors(compute_singular_values(W)[..., 0], W)
 
 
-def estimate_spectral_factors(W: Tensor, iterations: int = 30, seed: int = 0) -> tuple[SpectralFactors, Tensor]:
+def estimate_spectral_factors(W: Tensor, iterations: int = 30) -> tuple[SpectralFactors, Tensor]:
     """Estimate the factors by power iteration on the smaller of W W^T and W^T W, in float32 or W's wider dtype.
 
     Each iteration reads W twice, where a decomposition takes O(m n min(m, n)) work.
@@ -57,7 +57,7 @@ def estimate_spectral_factors(W: Tensor, iterations: int = 30, seed: int = 0) ->
     """
     dtype = torch.promote_types(W.dtype, torch.float32)
     A = W.to(dtype) if W.shape[-2] >= W.shape[-1] else W.to(dtype).mT  # the longer side first
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     v = torch.randn(A.shape[-1], 1, generator=generator, dtype=dtype).to(W.device).expand(*A.shape[:-2], -1, -1)
     v = v / torch.linalg.vector_norm(v, dim=-2, keepdim=True)
     for _ in range(iterations):

@@ -1,4 +1,4 @@
-"""How commands end: exit statuses, and one sentence on standard error for whatever a user can cause."""
+"""Exit statuses of commands, and one sentence on standard error for every error that a user can cause."""
 
 import argparse
 import errno
@@ -15,12 +15,12 @@ from muown_train.cli.messages import explain_error
 from muown_train.cli.process import is_output_closed
 
 FAILED, WRONG, GAVE_UP, INTERRUPTED = 1, 2, 3, 130
-# these are faults of the machine, not of a setting: the same command may go on later
-_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+# these are faults of the machine, not of a setting: the same command may succeed later
+_TEMPORARY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
 class CommandFailed(Exception):
-    """A command failed for a reason that one sentence tells; the same command may go on later."""
+    """A command failed for a reason that one sentence tells; the same command may succeed later."""
 
 
 @contextmanager
@@ -39,9 +39,9 @@ def report_errors(settings: list[str] | None = None) -> Iterator[None]:
     except (ValueError, OSError, HydraException, OmegaConfBaseException, CommandFailed) as error:
         if os.environ.get("MUOWN_TRACEBACK") == "1" or (isinstance(error, BrokenPipeError) and is_output_closed()):
             raise
-        passing = isinstance(error, CommandFailed | ConnectionError)
-        passing |= isinstance(error, OSError) and error.errno in _PASSING
-        exit_with(f"error: {explain_error(error, settings)}", FAILED if passing else WRONG)
+        is_temporary = isinstance(error, CommandFailed | ConnectionError)
+        is_temporary |= isinstance(error, OSError) and error.errno in _TEMPORARY
+        exit_with(f"error: {explain_error(error, settings)}", FAILED if is_temporary else WRONG)
 
 
 def exit_with(sentence: str, status: int) -> NoReturn:

@@ -83,9 +83,9 @@ def read_setting(configs: Path, chosen: dict[str, str], key: str) -> tuple[str, 
     """
     group, _, name = key.rpartition(".")
     file = configs / group / f"{chosen[group]}.yaml" if group else configs / "train.yaml"
-    found = re.search(rf"^{name}: *(.*?) *# *(.*)$", file.read_text(), re.MULTILINE)
-    assert found, f"{file} must have a comment on {name}"
-    value, meaning = found.groups()
+    match = re.search(rf"^{name}: *(.*?) *# *(.*)$", file.read_text(), re.MULTILINE)
+    assert match, f"{file} must have a comment on {name}"
+    value, meaning = match.groups()
     return "…" if value == "null" else value, meaning
 
 

@@ -27,7 +27,7 @@ def main() -> int | None:
     """Run the command that the first word names, or train. Any status but 0 is returned or raised as SystemExit."""
     words = sys.argv[1:]
     name = words.pop(0) if words and words[0] in COMMANDS else "train"
-    sys.argv = [f"muown-train {name}", *words]  # what usage texts and manifests show
+    sys.argv = [f"muown-train {name}", *words]  # usage texts and manifests show these words
     module, _, function = COMMANDS[name][0].partition(":")
     status: int | None = getattr(importlib.import_module(module), function or "main")(words)
     return status

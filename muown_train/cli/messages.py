@@ -79,8 +79,8 @@ def _explain_unknown_key(key: str, known: list[str]) -> str:
     known = [name for name in known if not name.rpartition(".")[2].startswith("_")]
     meant = find_nearest_key(key, [*known, *elsewhere])
     if meant:
-        of = "" if meant in known else f", of {elsewhere[meant]}"
-        return f"there is no key {key} (did you mean {meant}{of}?)"
+        option = "" if meant in known else f", of {elsewhere[meant]}"
+        return f"there is no key {key} (did you mean {meant}{option}?)"
     return f"there is no key {key}; --help shows the most used, python -m muown_train --cfg job all"
 
 
@@ -97,10 +97,10 @@ def _map_keys_to_options() -> dict[str, str]:
 
 
 def check_flags(words: Sequence[str]) -> None:
-    """Refuse words that begin with a dash and are no flags of Hydra's, which would answer with its usage.
+    """Refuse words that begin with a dash and are not Hydra's flags; Hydra would answer them with its usage.
 
     Args:
-        words: of the command line.
+        words: the words of the command line.
 
     Raises:
         ValueError: naming the word, with the setting or the flag that was meant.

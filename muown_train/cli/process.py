@@ -72,8 +72,8 @@ def end_process(status: int) -> NoReturn:
 
 
 @contextmanager
-def importing_torch() -> Iterator[None]:
-    """Import torch inside this context quickly, and keep the garbage collector from its objects afterwards.
+def speed_up_torch_import() -> Iterator[None]:
+    """Make an import of torch inside this context fast, and exempt its objects from garbage collection afterwards.
 
     torch's modules make some 300,000 objects, next to none of which are garbage. No run may exist yet: objects of it
     that refer to one another would never be freed.

@@ -45,10 +45,10 @@ def generate_sample(run: Run) -> str:
 
 
 def report_end(run: Run, outcome: Outcome, already: bool) -> None:
-    """Print how a run ended; plot the losses and print a sample of one that is not to go on. Call it on the main rank.
+    """Print how a run ended, and unless it was only stopped, plot its losses and print a sample; on the main rank.
 
     Args:
-        already: whether an earlier command had ended the run so.
+        already: whether an earlier command had already ended the run.
     """
     assert run.trainer.metrics is not None
     if outcome.state == "stopped":

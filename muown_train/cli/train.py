@@ -1,7 +1,7 @@
-"""`muown-train key=value …`: train a language model, or go on where this run stopped.
+"""`muown-train key=value …`: train a language model, or continue where this run stopped.
 
 Exit status: 0 the run is finished, has diverged (a result), or was stopped and saved; 1 it failed, and the same command
-goes on; 2 a setting that cannot be; 3 the same step has failed too often; 130 interrupted at once; 141 nobody reads
+goes on; 2 a setting is wrong; 3 the same step has failed too often; 130 interrupted at once; 141 nobody reads
 its standard output any more.
 """
 
@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from muown_train.cli.errors import GAVE_UP, CommandFailed, exit_with, report_errors
 from muown_train.cli.help import format_help, format_version
 from muown_train.cli.messages import check_flags, explain_error
-from muown_train.cli.process import importing_torch
+from muown_train.cli.process import speed_up_torch_import
 from muown_train.config.compose import CONFIG_DIR, check_config, load_config, register_resolvers
 from muown_train.config.overrides import quote_text
 from muown_train.config.schema import RunConfig
@@ -57,30 +57,30 @@ def train(config: RunConfig, overrides: Sequence[str]) -> None:
     Args:
         overrides: the words of the command line that the configuration was made of.
     """
-    with importing_torch():  # this takes seconds, and errors in settings are known by now
+    with speed_up_torch_import():  # this takes seconds, and errors in settings are known by now
         from muown_train.cli.summary import report_end
         from muown_train.runs.status import RepeatedFailure
         from muown_train.runtime.distributed import join_world
         from muown_train.training.build import build_run
         from muown_train.training.continuation import continue_from_checkpoint
 
-    with join_world() as here:
+    with join_world() as world:
         try:
             # the newest checkpoint may change meanwhile, so one rank looks for all
-            config, source = here.run_on_main(lambda: continue_from_checkpoint(config, overrides))
-            run = build_run(config, here, source)
+            config, source = world.run_on_main(lambda: continue_from_checkpoint(config, overrides))
+            run = build_run(config, world, source)
         except RepeatedFailure as error:
             exit_with(str(error), GAVE_UP)
         try:
             ended_before = run.resume()
             outcome = ended_before or train_run(run)
-            if here.is_main:
-                with ignoring_stop_signals():
+            if world.is_main:
+                with ignore_stop_signals():
                     report_end(run, outcome, already=ended_before is not None)
         except OSError as error:  # settings are right: a file or a connection that worked until now does not
             sentence = explain_error(error, [])
-            goes_on = "" if "the same command" in sentence else "; the same command goes on from the last checkpoint"
-            raise CommandFailed(f"{sentence}{goes_on}") from error
+            hint = "" if "the same command" in sentence else "; the same command goes on from the last checkpoint"
+            raise CommandFailed(f"{sentence}{hint}") from error
         finally:
             run.close()
     if outcome.state == "stopped":
@@ -88,7 +88,7 @@ def train(config: RunConfig, overrides: Sequence[str]) -> None:
 
 
 def train_run(run: "Run") -> "Outcome":
-    """Train a run. From here on a ValueError is no wrong setting, and keeps its traceback."""
+    """Train a run. From here on a ValueError is not a wrong setting, and keeps its traceback."""
     import torch
 
     try:
@@ -101,7 +101,7 @@ def train_run(run: "Run") -> "Outcome":
 
 
 @contextmanager
-def ignoring_stop_signals() -> Iterator[None]:
+def ignore_stop_signals() -> Iterator[None]:
     """Ignore signals that ask for a stop: the run has ended, and SLURM sends some signals twice."""
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
@@ -134,15 +134,15 @@ def _train_job(composed: DictConfig) -> None:
     """Train a configuration that Hydra has composed, such as a job of --multirun."""
     # Hydra reports errors that leave this function in its own words, but lets an exit pass
     with redact_tracebacks(), report_errors():
-        chosen = HydraConfig.get()
-        overrides = list(chosen.overrides.task)
-        if chosen.mode == RunMode.MULTIRUN:
-            _redact_file(Path(chosen.sweep.dir) / "multirun.yaml")  # in which Hydra keeps the command line
+        hydra_config = HydraConfig.get()
+        overrides = list(hydra_config.overrides.task)
+        if hydra_config.mode == RunMode.MULTIRUN:
+            _redact_file(Path(hydra_config.sweep.dir) / "multirun.yaml")  # Hydra writes the command line there
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 raise ValueError(
                     "--multirun trains one job after the other in one process: under torchrun start each alone"
                 )
-        train(check_config(composed, chosen.runtime.choices, overrides), overrides)
+        train(check_config(composed, hydra_config.runtime.choices, overrides), overrides)
 
 
 def _redact_file(file: Path) -> None:

@@ -16,7 +16,7 @@ CHECKED = 1 << 27  # bytes up to which a file is read and hashed at each start; 
 WAIT = 3.0  # seconds before a process says that it waits for another
 
 
-def cache_folder(configured: str | None) -> Path:
+def locate_cache(configured: str | None) -> Path:
     """Return the folder of prepared data: `configured`, or else muown_train in the user's cache folder."""
     if configured:
         return Path(configured).expanduser()

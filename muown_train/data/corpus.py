@@ -14,7 +14,7 @@ import numpy as np
 
 from muown_train.data.cache import build_once
 from muown_train.data.text import train_bpe as bpe
-from muown_train.data.text.tokenizer import HubTokenizer, Tokenizer, choose_dtype, encode_documents
+from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer, Tokenizer, choose_dtype, encode_documents
 from muown_train.data.token_file import TokenWriter, read_tokens
 from muown_train.runtime.progress import Progress, StatusLine
 
@@ -45,13 +45,13 @@ def tokenize_corpus(
         if used is None:
             progress(f"training a tokenizer of {bpe.SIZE} entries on the data")
             raw = bpe.train_bpe(lambda: (text for text, held in documents() if not held))
-            (partial / "tokenizer.json").write_bytes(raw)
+            (partial / TOKENIZER).write_bytes(raw)
             used = HubTokenizer(bpe.NAME, raw)
         return _write_splits(partial, documents(), used)
 
     index = build_once(folder, build, progress)
     if tokenizer is None:
-        tokenizer = HubTokenizer(bpe.NAME, (folder / "tokenizer.json").read_bytes())
+        tokenizer = HubTokenizer(bpe.NAME, (folder / TOKENIZER).read_bytes())
     return Corpus(read_tokens(folder / "train.bin"), read_tokens(folder / "valid.bin"), tokenizer, index)
 
 
@@ -100,7 +100,7 @@ class SplitWriter:
 def encode_labelled(documents: Iterable[tuple[str, T]], tokenizer: Tokenizer) -> Generator[tuple[str, T, np.ndarray]]:
     """Yield (text, label, ids with end-of-text) for pairs (text, label), encoded in batches.
 
-    An empty text is no document and is left out.
+    An empty text is not a document and is left out.
     """
     waiting: deque[tuple[str, T]] = deque()
 

@@ -32,7 +32,7 @@ class Loader:
     """Batches of rank `rank` of `size`, which gets every size-th row of each global batch of `batch_rows` rows.
 
     The order of rows depends neither on the number of ranks nor on `batch_rows` nor on where a run was interrupted.
-    `__next__` raises what the reading raises.
+    `__next__` raises the errors of the reading.
 
     Args:
         prefetch: batches that a thread reads ahead; with 0 `__next__` reads them.

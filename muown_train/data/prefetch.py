@@ -28,7 +28,7 @@ PATIENCE = 10.0  # seconds to wait for the end of all threads
 class Prefetcher(Generic[T]):
     """The items of an iterator, of which at most `depth` wait while one more is being read.
 
-    `__next__` raises what the iterator raises, at that call and at all later ones. After `stop` it raises
+    `__next__` raises an error of the iterator, at that call and at all later ones. After `stop` it raises
     RuntimeError.
     """
 

@@ -184,7 +184,7 @@ def take_held_out_ids(tokens: np.ndarray, valid_tokens: int) -> np.ndarray:
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what the metadata of data say of their tokenizer."""
+    """Return the entries on the tokenizer in the metadata of data."""
     return {
         "tokenizer": tokenizer.name,
         "tokenizer_hash": tokenizer.fingerprint,

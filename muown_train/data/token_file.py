@@ -56,7 +56,7 @@ def read_tokens(path: Path, random_access: bool = False) -> np.ndarray:
             that it reads around each of them.
 
     Raises:
-        ValueError: the file is no token file, is of another version, or is not complete; the message names it.
+        ValueError: the file is not a token file, is of another version, or is not complete; the message names it.
     """
     with path.open("rb") as file:
         raw = file.read(HEADER_BYTES)

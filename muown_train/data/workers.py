@@ -82,8 +82,8 @@ class Workers:
     """A source of rows that `count` processes compute, each with a copy of `rows`, which is picklable and not yet used.
 
     The processes start with the first `take` and read ahead along the arithmetic progression that its indices make. An
-    index outside this progression makes them start again, which is slow but right. `take` raises what `rows` raises in
-    a worker, up to a block before the row that failed and until `load_state_dict`; it raises ChildProcessError if a
+    index outside this progression makes them start again, which is slow but correct. `take` raises the error of `rows`
+    in a worker, up to a block before the row that failed and until `load_state_dict`; it raises ChildProcessError if a
     worker died, and RuntimeError after `close`.
     """
 
@@ -117,7 +117,7 @@ class Workers:
         return {"streams": {key: dict(cursors[key]) for key in sorted(cursors, key=int)}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """End the processes; the next `take` starts others. Raises what `rows` raises for a wrong state."""
+        """End the processes; the next `take` starts others. Raises the error of `rows` for a wrong state."""
         self.close()
         self._rows.load_state_dict(state)
         self._forget()
@@ -198,7 +198,7 @@ class _Pool:
     """Processes that compute the rows of a progression of indices; each owns some of the streams."""
 
     def __init__(self, pickled: bytes, state: dict[str, Any], start: Progression, streams: int, count: int) -> None:
-        self.remaining = start  # from the next row on
+        self.remaining = start  # the rows from the next one on
         self._cycle = streams // math.gcd(streams, start.step)
         self._row = 0
         self._workers: list[_Worker] = []
@@ -239,7 +239,7 @@ class _Worker:
     rows: deque[Row]  # received
 
     def receive(self) -> None:
-        """Wait for the next block; raises what the worker raised, or ChildProcessError if it died."""
+        """Wait for the next block; raise the error of the worker, or ChildProcessError if it died."""
         connection.wait([self.pipe, self.process.sentinel])
         try:
             if not self.pipe.poll():

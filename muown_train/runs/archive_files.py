@@ -32,7 +32,7 @@ class ArchivedRun:
     config: dict[str, Any]
     manifest: dict[str, Any]
     status: dict[str, Any]
-    files: dict[str, bytes]  # by path in the run's folder: metrics.jsonl and analysis/*.jsonl
+    files: dict[str, bytes]  # content by path in the run's folder: metrics.jsonl and analysis/*.jsonl
 
     def list_changes(self, newer: "ArchivedRun") -> list[str]:
         """Return the names of the files of a run's folder in which a newer record of the same run differs."""
@@ -125,8 +125,8 @@ def list_archives(folder: Path) -> Iterator[RunArchive]:
 def find_archived_runs(pattern: str) -> list[Path]:
     """Return the paths of archived runs that a path or a pattern matches, such as `docs/results/runs/*/muown-*`."""
     archives, name = os.path.split(pattern)
-    found = [RunArchive(Path(path.removesuffix(".json"))) for path in sorted(glob.glob(f"{archives}.json"))]
-    return [archive.path / run for archive in found for run in archive.entries if fnmatch.fnmatchcase(run, name)]
+    matches = [RunArchive(Path(path.removesuffix(".json"))) for path in sorted(glob.glob(f"{archives}.json"))]
+    return [archive.path / run for archive in matches for run in archive.entries if fnmatch.fnmatchcase(run, name)]
 
 
 def _pack(files: Mapping[str, bytes]) -> bytes:

@@ -1,30 +1,26 @@
-"""The average of a run's checkpoints: their mean, or an exponential moving average in the order of their steps.
+"""Average a run's checkpoints: their mean, or an exponential moving average in the order of their steps.
 
 Averages of weights along a run are those of stochastic weight averaging (Izmailov et al. 2018, arXiv:1803.05407) and
 of Polyak; here they are taken afterwards, over the checkpoints that were kept.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from muown_train.runs.checkpoint_reader import OpenCheckpoint, check_finite, list_steps, open_checkpoint, warn_on_stderr
+from muown_train.runs.checkpoint_reader import OpenCheckpoint, check_finite, list_steps, open_checkpoint, print_warning
 
 
-def open_checkpoints(
-    run: Path,
-    steps: Sequence[int] | None = None,
-    last: int | None = None,
-    warn: Callable[[str], None] = warn_on_stderr,
-) -> list[OpenCheckpoint]:
+def open_checkpoints(run: Path, steps: Sequence[int] | None = None, last: int | None = None) -> list[OpenCheckpoint]:
     """Open the whole checkpoints of a run that are to be averaged, in the order of their steps.
 
+    A damaged checkpoint is left out with a warning; one that `steps` names is an error.
+
     Args:
-        steps: the steps of the checkpoints; by default those of all there are.
+        steps: the steps of the checkpoints; by default those of all checkpoints.
         last: only this many of the newest.
-        warn: called with a sentence for each damaged checkpoint that is left out; one that `steps` names is an error.
 
     Raises:
         ValueError: a checkpoint is missing or damaged, there are fewer than two, or fewer than `last`.
@@ -38,7 +34,7 @@ def open_checkpoints(
         except ValueError as error:
             if steps is not None:
                 raise
-            warn(f"{error}: it is left out")
+            print_warning(f"{error}: it is left out")
     needed = max(2, last or 0)
     if len(opened) < needed:
         if steps is not None:

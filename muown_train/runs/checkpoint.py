@@ -61,7 +61,7 @@ def unflatten(flat: Mapping[str, Any]) -> State:
         node = state
         for parent in parents:
             node = node.setdefault(parent, {})
-        if isinstance(value, Mapping):  # it is empty
+        if isinstance(value, Mapping):  # an empty one, as `flatten` leaves no other
             node.setdefault(key, {})
         else:
             node[key] = value
@@ -127,14 +127,14 @@ class OptimizerState:
         self.optimizer.load_state_dict({"state": loaded, "param_groups": expected["param_groups"]})
 
 
-def _check_names(what: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def _check_names(kind: str, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raise a ValueError unless a checkpoint has the same names as the model or optimizer."""
     for side, extra in (
-        ("only in the checkpoint", set(found) - set(expected)),
-        ("missing from the checkpoint", set(expected) - set(found)),
+        ("only in the checkpoint", set(saved) - set(expected)),
+        ("missing from the checkpoint", set(expected) - set(saved)),
     ):
         if extra:
-            raise ValueError(f"{what}: {', '.join(sorted(extra)[:3])} {side}; this is another model or optimizer")
+            raise ValueError(f"{kind}: {', '.join(sorted(extra)[:3])} {side}; this is another model or optimizer")
 
 
 class _WriterThread(threading.Thread):
@@ -222,7 +222,7 @@ class Checkpoints:
             "valid_loss": loss if loss is not None and math.isfinite(loss) else None,
             "about": copy.deepcopy(self.metadata),
         }
-        partial, rank = files.partial_path(final), self.world.rank
+        partial, rank = files.get_partial_path(final), self.world.rank
         self._writer = _WriterThread(index, final, lambda: files.write_rank(partial, rank, head, data, rest))
         self._writer.start()
         if wait:
@@ -248,7 +248,7 @@ class Checkpoints:
         return settled
 
     def settle_or_warn(self) -> None:
-        """Wait and settle, but only warn if the save failed: what is done next goes on. A collective call."""
+        """Wait and settle, but only warn if the save failed, so that the caller can continue. A collective call."""
         try:
             self.settle(wait=True)
         except OSError as error:
@@ -305,7 +305,7 @@ class Checkpoints:
         elif not all(self.world.gather(not writer.is_alive())):
             return False
         self._writer = None
-        main, partial = self.world.is_main, files.partial_path(writer.final)
+        main, partial = self.world.is_main, files.get_partial_path(writer.final)
         try:
             parts = self._attempt_on_all(writer.result)
             index = {**writer.index, "files": {name: file for part in parts for name, file in part.items()}}
@@ -345,6 +345,6 @@ class Checkpoints:
         errors = [error for _, error in results if error]
         if errors:
             raised = OSError(errors[0][1])
-            raised.errno = errors[0][0]  # it tells a full disk from a wrong setting
+            raised.errno = errors[0][0]  # the number tells a full disk from a wrong setting
             raise raised
         return [result for result, _ in results]

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: how they are written, found, verified and removed. checkpoint_reader.py reads them.
+"""Write, find, verify and remove the files of a checkpoint. checkpoint_reader.py reads them.
 
     step-00000200/
         rank-00000.safetensors  rank-00000.json    the tensors that a rank wrote, and everything else
@@ -29,7 +29,7 @@ from muown_train.runtime.atomic_files import sync_to_disk
 FORMAT = 1  # version of the folder's layout and of index.json
 INDEX = "index.json"
 PIECE = 4 << 20  # bytes written and hashed at a time
-DTYPES = {  # the names that safetensors gives them
+DTYPES = {  # dtype -> its name in safetensors
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -71,7 +71,7 @@ class HostCopy:
             places[key] = (start, end)
         if self.block.numel() < end:
             self.block = torch.empty(end, dtype=torch.uint8, pin_memory=self.pinned)
-        with _one_thread():
+        with _use_one_thread():
             for key, (start, stop) in places.items():
                 tensor = tensors[key]
                 self.block[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
@@ -87,7 +87,7 @@ class HostCopy:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def _use_one_thread() -> Iterator[None]:
     """Let torch use one thread: one core copies about as fast as memory allows, and several wait for one another."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -133,8 +133,8 @@ def publish(partial: Path, final: Path, index: Mapping[str, Any]) -> None:
     sync_to_disk(final.parent)
 
 
-def partial_path(final: Path) -> Path:
-    """Return the folder in which a checkpoint lies while it is written or removed."""
+def get_partial_path(final: Path) -> Path:
+    """Return the path of the folder that holds a checkpoint while it is written or removed."""
     return final.with_name(f"partial-{final.name}")
 
 
@@ -142,7 +142,7 @@ def make_partial_folder(final: Path) -> None:
     """Make the folder in which a new checkpoint is written, and remove what earlier processes left."""
     for leftover in final.parent.glob("partial-step-*"):
         shutil.rmtree(leftover)
-    partial_path(final).mkdir(parents=True)
+    get_partial_path(final).mkdir(parents=True)
 
 
 def set_aside(checkpoint: Path) -> Path:
@@ -177,7 +177,7 @@ def prune(
     for step in losses.keys() - stay:
         old = folder / f"step-{step:08d}"
         try:
-            removed.append(old.rename(partial_path(old)))  # a half-removed one is never taken for a damaged one
+            removed.append(old.rename(get_partial_path(old)))  # a half-removed one is never taken for a damaged one
         except OSError as error:
             warn(f"an old checkpoint stays, since it cannot be removed: {error}")
     thread = threading.Thread(target=_remove, args=(removed,), daemon=True)
@@ -197,7 +197,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def parse_step(checkpoint: Path) -> int:
-    """Return the step after which a checkpoint was saved, which the name of its folder says."""
+    """Return the step after which a checkpoint was saved, from the name of its folder."""
     return int(checkpoint.name[5:])
 
 
@@ -211,7 +211,7 @@ def read_index(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def holds_weights_alone(index: Mapping[str, Any]) -> bool:
-    """Tell whether a checkpoint holds nothing but weights: in a run the main rank saves counters beside its tensors."""
+    """Return whether a checkpoint holds weights alone: in a run the main rank saves counters beside its tensors."""
     try:
         return bool(index["files"]["rank-00000.json"]["bytes"] == len("{}"))
     except (KeyError, TypeError):
@@ -237,13 +237,13 @@ class CheckpointRemovedError(ValueError):
     """A checkpoint was there and is no longer: a run keeps only its newest ones."""
 
 
-def removed_error(checkpoint: Path) -> CheckpointRemovedError:
+def make_removed_error(checkpoint: Path) -> CheckpointRemovedError:
     """Return the error that says that a run has removed a checkpoint while it was read."""
     return CheckpointRemovedError(f"{checkpoint}: the run has removed step {parse_step(checkpoint):,} meanwhile")
 
 
 def find_newest_whole(checkpoints: Sequence[Path], on_damage: Callable[[Path, str], None]) -> Path | None:
-    """Return the first undamaged one of some checkpoints; None if there is none. Every file is read and hashed.
+    """Return the first undamaged checkpoint of a list; None if there is none. Every file is read and hashed.
 
     Args:
         checkpoints: as `list_checkpoints` returns them, newest first.
@@ -258,7 +258,7 @@ def find_newest_whole(checkpoints: Sequence[Path], on_damage: Callable[[Path, st
         if fault is None:
             return checkpoint
         if not checkpoint.exists():
-            raise removed_error(checkpoint)
+            raise make_removed_error(checkpoint)
         on_damage(checkpoint, fault)
     return None
 

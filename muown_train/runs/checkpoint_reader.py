@@ -16,11 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from muown_train.runs import checkpoint_files as files
-from muown_train.runs.checkpoint_files import CheckpointRemovedError, removed_error
+from muown_train.runs.checkpoint_files import CheckpointRemovedError, make_removed_error
 
 _MODEL = "model/"  # prefix of the keys of weights in a checkpoint
 _OPTIMIZER = "optimizer/"
-_ATTEMPTS = 5  # to open the newest checkpoint of a run that goes on removing them
+_ATTEMPTS = 5  # attempts to open the newest checkpoint of a run that removes checkpoints meanwhile
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class OpenCheckpoint:
 
     folder: Path
     step: int
-    metadata: dict[str, Any]  # what the checkpoint says about its run, such as `config` and `data`
-    weights_alone: bool  # it holds no state from which a run could go on
+    metadata: dict[str, Any]  # a description of the run, such as its `config` and `data`
+    weights_alone: bool  # whether it lacks the state from which a run could resume
     tensors: dict[str, Callable[[], Tensor]]  # a function that reads each tensor, by key
     rest: dict[str, Any]  # everything that is not a tensor, by key, such as `data/rows`
 
@@ -72,20 +72,17 @@ class OpenCheckpoint:
         return {key: read() for key, read in self.tensors.items()} | self.rest
 
 
-def warn_on_stderr(sentence: str) -> None:
-    """Print a warning, such as that a damaged checkpoint is passed over."""
+def print_warning(sentence: str) -> None:
+    """Print a warning on standard error."""
     print(f"warning: {sentence}", file=sys.stderr, flush=True)
 
 
-def open_checkpoint(
-    path: Path, step: int | None = None, warn: Callable[[str], None] = warn_on_stderr
-) -> OpenCheckpoint:
-    """Find a whole checkpoint of a run and open it.
+def open_checkpoint(path: Path, step: int | None = None) -> OpenCheckpoint:
+    """Find a whole checkpoint of a run and open it; print a warning for each damaged one that is passed over.
 
     Args:
         path: the folder of a run, or of one checkpoint.
         step: the step after which it was saved; by default that of the newest checkpoint that is whole.
-        warn: called with a sentence for each damaged checkpoint that is passed over.
 
     Raises:
         ValueError: there is no such checkpoint, the requested one is damaged, or it does not describe its run.
@@ -97,7 +94,7 @@ def open_checkpoint(
     while True:
         attempts -= 1
         try:
-            opened = open_files(_find_checkpoint(path, step, warn))
+            opened = open_files(_find_checkpoint(path, step))
             _check_metadata(opened)
             return opened
         except CheckpointRemovedError:
@@ -130,7 +127,7 @@ def _list_candidates(path: Path) -> list[Path]:
     return checkpoints
 
 
-def _find_checkpoint(path: Path, step: int | None, warn: Callable[[str], None]) -> Path:
+def _find_checkpoint(path: Path, step: int | None) -> Path:
     """Return the folder of the checkpoint that `open_checkpoint` opens."""
     candidates = _list_candidates(path)
     if step is not None:
@@ -143,7 +140,7 @@ def _find_checkpoint(path: Path, step: int | None, warn: Callable[[str], None]) 
     if whole is None:
         raise ValueError("; ".join(faults))
     for fault in faults:
-        warn(f"{fault}; {whole.name} is read instead")
+        print_warning(f"{fault}; {whole.name} is read instead")
     return whole
 
 
@@ -152,7 +149,7 @@ def open_files(checkpoint: Path) -> OpenCheckpoint:
 
     Raises:
         CheckpointRemovedError: the run has removed it meanwhile.
-        ValueError: a file does not hold what belongs there.
+        ValueError: the content of a file is wrong.
     """
     tensors: dict[str, Callable[[], Tensor]] = {}
     rest: dict[str, Any] = {}
@@ -165,7 +162,7 @@ def open_files(checkpoint: Path) -> OpenCheckpoint:
             else:
                 tensors |= _open_tensors(path)
     except FileNotFoundError:
-        raise removed_error(checkpoint) from None
+        raise make_removed_error(checkpoint) from None
     except (SafetensorError, ValueError, TypeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     step = index.get("step")
@@ -205,7 +202,7 @@ def read_newest_metadata(folder: Path) -> dict[str, Any] | None:
         folder: the folder of the run's checkpoints.
 
     Raises:
-        ValueError: it holds weights alone, so that no run can go on from it.
+        ValueError: it holds weights alone, so that no run can resume from it.
     """
     for checkpoint in files.list_checkpoints(folder):
         index = files.read_index(checkpoint)

@@ -35,7 +35,7 @@ class Metrics:
     events.jsonl                other events, such as skipped steps; they are never taken back
 
     Appended lines are with the operating system and survive the process, however it ends. A power cut may take the
-    lines after the last `sync`, usually those of the last half minute, because the system writes them when it likes.
+    lines after the last `sync`, usually those of the last half minute, because the system chooses when to write them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -121,7 +121,7 @@ class LineFile:
         """Write all waiting lines, or none.
 
         Raises:
-            OSError: it is impossible now; the lines go on waiting.
+            OSError: it is impossible now; the lines stay in `waiting`.
         """
         if not self.waiting:
             return
@@ -134,7 +134,7 @@ class LineFile:
                     rest = rest[file.write(rest) :]
         except OSError as error:
             if end is not None:
-                with suppress(OSError):  # if this fails, the next call repairs the file
+                with suppress(OSError):  # the next call repairs the file if this fails
                     os.truncate(self.path, end)
             count = f"{len(self.waiting)} line{'s' * (len(self.waiting) > 1)}"
             raise OSError(f"{self.path}: {error.strerror or error}; {count} to be written") from error

@@ -23,18 +23,18 @@ from muown_train.runs.status import read_status
 from muown_train.runtime.atomic_files import try_read_json
 
 SMOOTHED = 0.02  # share of a run's steps over which a smoothed training loss is averaged
-ABSENT = "—"  # stands in tables for a value that there is not
+ABSENT = "—"  # stands in tables for a missing value
 
 # settings that older runs lack: the end of the `_target_` they belong to, and the default that those runs used
 _ADDED_LATER = {"model.init_std": ("GPT", 0.02), "optim.magnitude_lr_scale": ("Muown", 1.0)}
-_TAIL_BYTES = 10_000  # of metrics.jsonl, which usually hold the last value of every key
+_TAIL_BYTES = 10_000  # bytes at the end of metrics.jsonl that usually hold the last value of every key
 _YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf's own takes a tenth of a second for a file
 
 Series = tuple[np.ndarray, np.ndarray]  # two arrays of float64 (N,)
 
 
 class NoRun(ValueError):
-    """The error for a path that is no run's."""
+    """A path is not that of a run."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class RunRecord:
     def settings(self) -> dict[str, Any]:
         """The settings, by dotted key, that tell this run from others, except the seed.
 
-        Keys such as `data (content)` are no settings: they identify the data that the run was trained on.
+        Keys such as `data (content)` are not settings: they identify the data that the run was trained on.
         """
         data = self.manifest.get("data")
         metadata = data if isinstance(data, dict) else {}
@@ -111,7 +111,7 @@ class RunRecord:
         """Return the values of a key together with those of another, from the lines that have both.
 
         Args:
-            key: of metrics.jsonl, such as `valid/loss`.
+            key: a key of metrics.jsonl, such as `valid/loss`.
             against: step, tokens, or time (seconds of training, without evaluation and saving).
 
         Returns:
@@ -171,12 +171,12 @@ class RunRecord:
     def smoothed_training_loss(self, against: str = "step") -> Series:
         """Return centred means of the training loss over SMOOTHED of the steps so far; at the ends over fewer.
 
-        Losses that are no numbers, those of skipped steps, do not count.
+        Losses that are not finite, those of skipped steps, do not count.
         """
         x, loss = self.series("train/loss", against)
         finite = np.isfinite(loss)
         x, loss = x[finite], loss[finite]
-        return x, moving_mean(loss, max(1, round(SMOOTHED * len(loss))))
+        return x, compute_moving_mean(loss, max(1, round(SMOOTHED * len(loss))))
 
     @property
     def training_loss(self) -> float | None:
@@ -247,14 +247,14 @@ def read_stored_config(folder: Path) -> dict[str, Any]:
 
 def _collect_columns(lines: Sequence[Line]) -> dict[str, Series]:
     """Return the numbers of lines of metrics by key; of lines with the same step the last one counts."""
-    found: dict[str, tuple[list[int], list[float]]] = {}
+    columns: dict[str, tuple[list[int], list[float]]] = {}
     for at, line in enumerate({line["step"]: line for line in lines}.values()):
         for key, value in line.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
-                indices, values = found.setdefault(key, ([], []))
+                indices, values = columns.setdefault(key, ([], []))
                 indices.append(at)
                 values.append(value)
-    return {key: (np.array(indices), np.array(values, np.float64)) for key, (indices, values) in found.items()}
+    return {key: (np.array(indices), np.array(values, np.float64)) for key, (indices, values) in columns.items()}
 
 
 def list_settings(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -274,8 +274,8 @@ def get_defining_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the (N,) centred means over `window` neighbours; at the ends over the neighbours that there are."""
+def compute_moving_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Return the (N,) centred means over `window` neighbours; at the ends over fewer."""
     before, after = (window - 1) // 2, window // 2
     sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
     at = np.arange(len(values))
@@ -287,7 +287,7 @@ def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
 class RunGroup:
     """Runs of one setting: they differ only in the seed and in what does not define a run (`defines_run`)."""
 
-    runs: tuple[RunRecord, ...]  # at least one
+    runs: tuple[RunRecord, ...]  # one run or more
 
     @property
     def settings(self) -> dict[str, Any]:

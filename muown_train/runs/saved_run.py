@@ -1,4 +1,4 @@
-"""A saved run, as its users read it: the weights of one of its checkpoints, its configuration and its tokenizer.
+"""Open a saved run: the weights of one of its checkpoints, its configuration and its tokenizer.
 
 Only weights are read from a checkpoint, whatever the number of ranks that wrote it. Nothing in the run's folder is
 changed, because the run may still be training. `write_run` makes a folder that is read in the same way.
@@ -6,7 +6,7 @@ changed, because the run may still be training. `write_run` makes a folder that 
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from muown_train.config.schema import RunConfig, parse_config
 from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer
 from muown_train.models.language_model import LanguageModel, build_model
 from muown_train.runs.checkpoint import Checkpoints, ModelState
-from muown_train.runs.checkpoint_reader import OpenCheckpoint, open_checkpoint, warn_on_stderr
+from muown_train.runs.checkpoint_reader import OpenCheckpoint, open_checkpoint
 from muown_train.runtime import hardware
 from muown_train.runtime.atomic_files import atomic_folder, write_atomic
 from muown_train.runtime.distributed import World
@@ -32,12 +32,12 @@ from muown_train.runtime.distributed import World
 class SavedRun:
     """A run at one of its checkpoints."""
 
-    folder: Path  # of the run
+    folder: Path  # the run's folder
     checkpoint: Path
     step: int
-    config: RunConfig  # as the run was trained with it
+    config: RunConfig  # the configuration that the run was trained with
     data: dict[str, Any]  # metadata of its data
-    opened: OpenCheckpoint  # it keeps the files open, so that the run may remove them
+    opened: OpenCheckpoint  # holds the files open, so that the run may remove them
 
     def load_weights(self) -> dict[str, Tensor]:
         """Return the weights by canonical name, on the CPU, as they were saved."""
@@ -101,19 +101,18 @@ class SavedRun:
             ) from error
 
 
-def open_run(path: str | Path, step: int | None = None, warn: Callable[[str], None] = warn_on_stderr) -> SavedRun:
-    """Open a run at one of its checkpoints.
+def open_run(path: str | Path, step: int | None = None) -> SavedRun:
+    """Open a run at one of its checkpoints; print a warning for each damaged one that is passed over.
 
     Args:
         path: the folder of the run, or of one checkpoint.
         step: the step after which it was saved; by default that of the newest checkpoint that is whole.
-        warn: called with a sentence for each damaged checkpoint that is passed over.
 
     Raises:
         ValueError: there is no such checkpoint, the requested one is damaged, or its configuration cannot be used. A
             configuration may come from a stranger: it may name what `instantiate.ALLOWED` lists, and nothing else.
     """
-    return describe_run(open_checkpoint(Path(path), step, warn))
+    return describe_run(open_checkpoint(Path(path), step))
 
 
 def describe_run(opened: OpenCheckpoint) -> SavedRun:
@@ -155,14 +154,14 @@ def write_run(
     tokenizer: bytes | None,
     origin: Mapping[str, Any],
 ) -> None:
-    """Write a folder with one checkpoint of weights alone. Every reader of runs takes it; no run can go on from it.
+    """Write a folder with one checkpoint of weights alone. Every reader of runs takes it; no run can resume from it.
 
     Args:
-        weights: by canonical name.
+        weights: the weights by canonical name.
         config: the resolved configuration of the run that the weights come from.
         data: metadata of that run's data.
         tokenizer: the content of its tokenizer.json.
-        origin: what manifest.json will hold: where the weights come from, in JSON.
+        origin: the content of manifest.json: where the weights come from, in JSON.
 
     Raises:
         ValueError: see `check_new_folder`; or another process writes the folder.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from muown_train.runs.metrics import Metrics
 from muown_train.runtime.atomic_files import try_read_json, write_atomic
 
-if TYPE_CHECKING:  # those who read a status load no torch
+if TYPE_CHECKING:  # reading a status must not load torch
     from muown_train.runtime.distributed import World
 
 
@@ -29,7 +29,7 @@ class Outcome:
 
 
 class RepeatedFailure(Exception):
-    """The same step has failed too often."""
+    """A run has failed too often at the same step."""
 
 
 def write_status(folder: Path, outcome: Outcome, step: int, steps: int) -> None:

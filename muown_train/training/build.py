@@ -1,4 +1,4 @@
-"""Make a run of its configuration: model, optimizer, schedule, data, checkpoints, trainer.
+"""Build a run from its configuration: model, optimizer, schedule, data, checkpoints, trainer.
 
 Everything that can be wrong is found before data are read or fetched, and before the run's folder is touched.
 """
@@ -14,7 +14,7 @@ from muown_train.config.instantiate import bind_target
 from muown_train.config.resume_check import check_same_data, check_same_run
 from muown_train.config.run_name import locate_run_folder
 from muown_train.config.schema import RunConfig, TrainerSettings
-from muown_train.data.cache import cache_folder
+from muown_train.data.cache import locate_cache
 from muown_train.data.loader import Loader
 from muown_train.data.rows import RowSource
 from muown_train.data.sources import RunInfo, build_data
@@ -41,13 +41,13 @@ from muown_train.training.warm_start import InitialWeights, read_initial_weights
 
 
 def build_run(config: RunConfig, world: World, source: Source | None = None) -> Run:
-    """Make a run of its configuration; a collective call.
+    """Build a run from its configuration; a collective call.
 
     Args:
-        source: the checkpoint of another run that a new run goes on from (see `training.continuation`).
+        source: the checkpoint of another run that a new run continues (see `training.continuation`).
 
     Raises:
-        ValueError: a setting is unknown, out of range, or does not go with the others.
+        ValueError: a setting is unknown, out of range, or does not fit the others.
         OSError: data or folders cannot be read or written; ConnectionError: data cannot be fetched.
     """
     batch_rows = compute_batch_rows(config.batch_tokens, config.seq_len, config.micro_batch, world.size)
@@ -70,7 +70,7 @@ def build_run(config: RunConfig, world: World, source: Source | None = None) -> 
 
     if config.give_up_after:
         count_start(folder, config.give_up_after, world)
-    run_info = RunInfo(config.seq_len, config.seed, config.valid_tokens, cache_folder(config.cache), model.vocab_size)
+    run_info = RunInfo(config.seq_len, config.seed, config.valid_tokens, locate_cache(config.cache), model.vocab_size)
     data = build_data(config.data, run_info, config.trust)
     if source:
         check_same_data(source.folder, {"data": source.data}, data.metadata)
@@ -123,7 +123,7 @@ def build_initial_model(
     if not (config.init_from and is_new):
         return model, None
     initial = read_initial_weights(config.init_from)
-    initial.load_into(model, config.model, config.trust)  # before the optimizer: Muown's state is of the weights
+    initial.load_into(model, config.model, config.trust)  # before Muown derives its state from them
     return model, initial
 
 
@@ -137,7 +137,7 @@ def build_checkpoints(config: RunConfig, folder: Path, world: World, metadata: d
 
 
 def build_monitor(config: RunConfig) -> DivergenceMonitor:
-    """Return what judges the losses and gradients of a run."""
+    """Return the monitor of the losses and gradients of a run."""
     return DivergenceMonitor(
         config.max_bad_updates,
         config.on_bad_updates,
@@ -149,7 +149,7 @@ def build_monitor(config: RunConfig) -> DivergenceMonitor:
 
 
 def build_settings(config: RunConfig, steps: int, model: LanguageModel, device: torch.device) -> TrainerSettings:
-    """Return what the training loop reads of the configuration."""
+    """Return the settings that the training loop reads."""
     return TrainerSettings(
         steps=steps,
         batch_tokens=config.batch_tokens,
@@ -171,7 +171,7 @@ def build_settings(config: RunConfig, steps: int, model: LanguageModel, device: 
 
 
 def build_probes(config: RunConfig, trainer: Trainer, model: LanguageModel, rows: RowSource) -> Callable[[], Line]:
-    """Return a function that measures what the sections of `probes` ask for.
+    """Return a function that takes the measurements that the sections of `probes` configure.
 
     Args:
         rows: a source of training rows that nothing else reads.

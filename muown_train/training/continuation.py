@@ -39,19 +39,19 @@ _TARGET = "muown_train.training.schedule.decay_from"
 
 @dataclass(frozen=True)
 class Source:
-    """The checkpoint of another run that a new one goes on from."""
+    """The checkpoint of another run that a new one continues."""
 
-    folder: Path  # of that run
+    folder: Path  # folder of the other run
     checkpoint: Path
     step: int
     data: dict[str, Any]  # metadata of its data
 
 
 def continue_from_checkpoint(config: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, Source | None]:
-    """Complete a run's configuration by that of the checkpoint that it goes on from.
+    """Complete a run's configuration by that of the checkpoint that it continues.
 
     Args:
-        config: of the command line; without `checkpoint` it is returned as it is.
+        config: the configuration of the command line; without `checkpoint` it is returned as it is.
         overrides: the words of the command line.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Find when a run cannot go on as it is: steps whose gradients are not finite, and losses that have run away.
+"""Find when a run cannot continue as it is: steps whose gradients are not finite, and losses that have run away.
 
 The monitor judges lines of metrics, which are the same on every rank, so all ranks come to the same decision.
 """
@@ -33,8 +33,8 @@ class DivergenceMonitor:
     diverged_from: int = 0
     window: int = 10
     rollbacks: int = field(default=0, init=False)
-    bad_rows: list[RowSpan] = field(default_factory=list, init=False)  # of the latest skipped steps in a row
-    losses: list[float] = field(default_factory=list, init=False)  # of the window that has begun
+    bad_rows: list[RowSpan] = field(default_factory=list, init=False)  # rows of the latest skipped steps in a row
+    losses: list[float] = field(default_factory=list, init=False)  # losses of the window that has begun
 
     def find_bad_steps(self, lines: Sequence[Line], rows: Sequence[RowSpan]) -> str | None:
         """Return a sentence if too many steps in a row were skipped, else None.

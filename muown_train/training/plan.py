@@ -1,4 +1,4 @@
-"""What a run will cost, before it costs anything: parameters, steps, memory of each GPU, hours on a given device.
+"""Estimate what a run costs before it starts: parameters, steps, memory of each GPU, hours on a given device.
 
 Nothing is trained or downloaded, and no GPU is needed. Memory comes from `analysis.cost.memory`; time is estimated by
 `analysis.cost.step_time`, or follows from an MFU that is known.
@@ -12,8 +12,8 @@ from functools import cache, cached_property
 import torch
 
 from muown_train.analysis.cost.memory import (
-    Pass,
     PassMemory,
+    PassSetup,
     StepMemory,
     combine_memory,
     estimate_optimizer_memory,
@@ -75,13 +75,13 @@ class Plan:
 
     @cached_property
     def optimizer_memory(self) -> list[tuple[int, int]]:
-        """What the optimizer takes on each rank, see `estimate_optimizer_memory`."""
+        """The memory of the optimizer on each rank, see `estimate_optimizer_memory`."""
         return estimate_optimizer_memory(self.optimizer, self.owners, "cuda", 2 if self.autocast else 4)
 
     def trace(self, rows: int) -> PassMemory:
         """Return the memory of a micro-batch of this many rows."""
-        how = Pass(rows, self.config.seq_len, self.autocast)
-        return _trace(json.dumps(self.config.model, sort_keys=True), tuple(self.config.trust), how)
+        setup = PassSetup(rows, self.config.seq_len, self.autocast)
+        return _trace(json.dumps(self.config.model, sort_keys=True), tuple(self.config.trust), setup)
 
     @cached_property
     def memory(self) -> StepMemory:
@@ -132,11 +132,11 @@ class Plan:
 
 
 @cache
-def _trace(model_settings: str, trust: tuple[str, ...], how: Pass) -> PassMemory:
+def _trace(model_settings: str, trust: tuple[str, ...], setup: PassSetup) -> PassMemory:
     """Trace a model of these settings, once for all plans that share it."""
     with torch.device("meta"):
-        model = build_model(json.loads(model_settings), how.seq_len, trust)
-    return trace_pass(model, how)
+        model = build_model(json.loads(model_settings), setup.seq_len, trust)
+    return trace_pass(model, setup)
 
 
 def make_plan(overrides: list[str], device: str, ranks: int) -> Plan:

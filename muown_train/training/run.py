@@ -26,17 +26,17 @@ class Run:
     config: RunConfig
     folder: Path
     trainer: Trainer
-    model: LanguageModel  # not compiled
+    model: LanguageModel  # the module that is not compiled
     data: TrainingData
-    source_checkpoint: Path | None  # of another run, which this run goes on from
-    metadata: dict[str, Any]  # for the manifest; this and what follows only on the main rank
+    source_checkpoint: Path | None  # a checkpoint of another run that this run continues
+    metadata: dict[str, Any]  # content of the manifest; this and the fields below are set on the main rank only
     sinks: list[Sink]
-    lock: FileLock | None  # of the folder
+    lock: FileLock | None  # the lock of the folder
 
     def resume(self) -> Outcome | None:
         """Load the newest checkpoint and, unless the run has ended, write the manifest and start the sinks.
 
-        The record of a run that has ended, or that this configuration cannot go on with, is left as it was. A
+        The record of a run that has ended, or that this configuration cannot continue, is left as it was. A
         collective call.
 
         Returns:
@@ -52,7 +52,7 @@ class Run:
             return Outcome("finished")
         if trainer.world.is_main:
             manifest.write(self.folder, self.config.to_dict(), self.metadata)
-            if self.data.tokenizer.raw is not None:  # for those who use the model
+            if self.data.tokenizer.raw is not None:  # everyone who uses the model needs it
                 write_atomic(self.folder / TOKENIZER, self.data.tokenizer.raw)
             manifest.show(self.metadata, self.folder)
             if trainer.step:
@@ -93,7 +93,7 @@ class Run:
         metadata, file = self.trainer.checkpoints.metadata, self.folder / "wandb_id"
         if metadata["wandb_id"] and not file.exists():
             write_atomic(file, metadata["wandb_id"].encode())
-        self.trainer.sinks = self.sinks  # from here on `close` ends them, whatever happens
+        self.trainer.sinks = self.sinks  # `close` ends them from here on, whatever happens
         for sink in self.sinks:
             sink.start(self.folder, self.config.to_dict(), self.trainer.settings.steps)
         if file.exists():

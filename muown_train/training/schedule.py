@@ -16,10 +16,10 @@ from muown_train.config.schema import RunConfig, Schedule
 def build_schedule(config: RunConfig, parameters: int) -> tuple[int, Schedule]:
     """Return the number of steps that the budget pays for, and the schedule of the learning rate over them.
 
-    A run that goes on from another's checkpoint counts the steps done there as well.
+    A run that continues another's checkpoint counts the steps done there as well.
 
     Args:
-        parameters: of the model, for a budget in tokens per parameter.
+        parameters: the number of the model's parameters, for a budget in tokens per parameter.
     """
     steps = compute_steps(config.tokens, config.tokens_per_parameter, parameters, config.batch_tokens)
     schedule = bind_target(config.schedule, "schedule", ["step", "steps"], config.trust)
@@ -68,7 +68,7 @@ def cosine(step: int, steps: int, warmup: float = 0.02, final: float = 0.0) -> f
 
 
 def decay_from(step: int, steps: int, start: int | None = None, level: float = 1.0) -> float:
-    """Decay linearly from `level`, like the cool-down of `wsd`, in a run that goes on from a checkpoint of another.
+    """Decay linearly from `level`, like the cool-down of `wsd`, in a run that continues a checkpoint of another.
 
     Args:
         start: the number of steps that the checkpoint had done, which is the first step of this run. Before it, the

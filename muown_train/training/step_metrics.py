@@ -21,11 +21,11 @@ class StepRecord:
     line: Line
     loss: Tensor  # () float64, summed over this rank's targets / global count of targets
     grad_norm: Tensor  # () float32, the same on every rank
-    hash: int  # of this rank's rows; int64, the hashes of all ranks are added up
-    rows: RowSpan  # of all ranks
-    data_state: State  # of the loader before the step
-    fault: str | None  # why this rank had no data
-    waited: float  # seconds for data
+    hash: int  # hash of this rank's rows; int64, the hashes of all ranks are added up
+    rows: RowSpan  # rows of all ranks
+    data_state: State  # state of the loader before the step
+    fault: str | None  # the reason why this rank had no data, if it had none
+    waited: float  # seconds that the step waited for data
 
 
 class StepMetrics:
@@ -34,8 +34,8 @@ class StepMetrics:
     def __init__(self, settings: TrainerSettings, world: World) -> None:
         self.settings, self.world = settings, world
         self.pending: list[StepRecord] = []
-        self.seconds = 0.0  # of training up to the last boundary, over all restarts
-        self.rolled_back = False  # since the last boundary
+        self.seconds = 0.0  # seconds of training up to the last boundary, over all restarts
+        self.rolled_back = False  # whether the run was rolled back since the last boundary
         self.start_clock()
 
     def start_clock(self) -> None:
@@ -51,7 +51,7 @@ class StepMetrics:
 
         The gradients of that step and of those after it are NaN on every rank. Only then do the ranks communicate.
         """
-        if all(map(math.isfinite, self._grad_norms())):
+        if all(map(math.isfinite, self._read_grad_norms())):
             return None
         own = next(((i, record.fault) for i, record in enumerate(self.pending) if record.fault), None)
         return min((fault for fault in self.world.gather(own) if fault), default=None)
@@ -65,7 +65,7 @@ class StepMetrics:
         losses = torch.zeros(self.world.size, len(self.pending), dtype=torch.float64)
         losses[self.world.rank] = torch.stack([record.loss for record in self.pending])
         losses = self.world.sum(losses)  # the losses of each rank
-        norms = self._grad_norms()
+        norms = self._read_grad_norms()
         hashes = self.world.sum(torch.tensor([record.hash for record in self.pending])).tolist()
         seconds = time.perf_counter() - self.started
         lines: list[Line] = []
@@ -88,7 +88,7 @@ class StepMetrics:
         self.pending = []
         return lines, events
 
-    def _grad_norms(self) -> list[float]:
+    def _read_grad_norms(self) -> list[float]:
         """Return the gradient norm of each pending step, not finite if it is skipped; the host waits for the last."""
         return [float(norm) for norm in torch.stack([record.grad_norm for record in self.pending]).tolist()]
 

@@ -100,7 +100,7 @@ class Trainer:
         batch, fault = self.next_batch()
         waited = time.perf_counter() - started
         rows = batch.tokens.to(self.world.device, non_blocking=True)  # (B, T+1)
-        targets = self.settings.batch_tokens  # of all ranks
+        targets = self.settings.batch_tokens  # targets of all ranks
         loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
         micro_batches = torch.split(rows, self.settings.micro_batch)
         for i, micro_batch in enumerate(micro_batches):
@@ -139,7 +139,7 @@ class Trainer:
                 return next(self.loader), None
             except (OSError, ValueError) as error:
                 fault = str(error) or type(error).__name__
-                self.stop.request(fault)  # at the next boundary all ranks see the reason
+                self.stop.request(fault)  # all ranks see the reason at the next boundary
         rows = self.settings.batch_tokens // self.settings.seq_len // self.world.size
         return Batch(torch.zeros(rows, self.settings.seq_len + 1, dtype=torch.int64), 0), fault
 
@@ -207,7 +207,7 @@ class Trainer:
         if self.settings.check_every and self.is_due(self.settings.check_every):
             self.compare_replicas()
         last = bool(stop_reason) or self.step == self.settings.steps
-        # While steps are being skipped the state is none to go back to.
+        # While steps are being skipped the state is not one to return to.
         if last or (self.is_due(self.settings.save_every) and not self.monitor.bad_rows):
             self.try_to_save(lambda: self.save(lines[-1].get("valid/loss"), last), fatal=last)
         self.try_to_save(self.checkpoints.settle)
@@ -219,10 +219,10 @@ class Trainer:
         Raises:
             OSError: the data failed; on every rank, with the reason and how to go on.
         """
-        found = self.step_metrics.find_fault()
-        if found is None:
+        failure = self.step_metrics.find_fault()
+        if failure is None:
             return
-        first, fault = found
+        first, fault = failure
         pending = self.step_metrics.pending
         undone, self.step_metrics.pending = pending[first], pending[:first]
         self.step, self.tokens = undone.line["step"] - 1, undone.line["tokens"] - self.settings.batch_tokens
@@ -282,7 +282,7 @@ class Trainer:
         self.monitor.restart()
         if rollbacks == self.monitor.max_rollbacks:
             return self.end_as_diverged(f"{reason}, after {rollbacks} rollbacks")
-        skipped = [*self.loader.skipped, *bad_rows]  # also rows that the checkpoint does not know of
+        skipped = [*self.loader.skipped, *bad_rows]  # this includes rows that the checkpoint does not know of
         step = self.checkpoints.load(self.list_stateful())
         if step is None:
             return self.end_as_diverged(f"{reason}, and there is no checkpoint to go back to")
@@ -317,7 +317,7 @@ class Trainer:
             wait: whether to return only when the checkpoint is on the disk.
 
         Raises:
-            OSError: on every rank; also where metrics.jsonl lacks lines, which a run that goes on from here would
+            OSError: on every rank; also where metrics.jsonl lacks lines, which a run that resumes from here would
                 never write.
         """
         self.world.run_on_main(self.sync_metrics)

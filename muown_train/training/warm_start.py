@@ -32,9 +32,9 @@ class InitialWeights:
 
     path: str
     model: dict[str, Any]  # settings with `_target_`
-    weights: dict[str, Tensor]  # by canonical name
+    weights: dict[str, Tensor]  # weights by canonical name
     tokenizer_hash: str | None
-    metadata: dict[str, Any]  # for the manifest: `path`, `step` of the source, `padded` rows
+    metadata: dict[str, Any]  # an entry of the manifest: `path`, `step` of the source, `padded` rows
 
     def load_into(self, model: LanguageModel, settings: Mapping[str, Any], trust: Sequence[str] = ()) -> None:
         """Copy these weights into a model.

@@ -46,7 +46,7 @@ def test_a_command_that_writes_a_folder(run, tmp_path, monkeypatch, capsys, word
     assert [path.name for path in tmp_path.iterdir()] == [".out.lock"]
 
 
-@pytest.mark.parametrize("number", errors._PASSING, ids=os.strerror)
+@pytest.mark.parametrize("number", errors._TEMPORARY, ids=os.strerror)
 def test_what_passes_is_no_wrong_setting(number, capsys, tmp_path):
     with pytest.raises(SystemExit) as ended, report_errors([]), files.atomic_folder(tmp_path / "out", lambda _: None):
         raise OSError(number, os.strerror(number))

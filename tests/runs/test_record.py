@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from muown_train.runs.record import (
     ABSENT,
     NoRun,
+    compute_moving_mean,
     find_differing_settings,
     group_runs,
-    moving_mean,
     read_config,
     read_run,
     read_stored_config,
@@ -103,7 +103,7 @@ def test_means_over_neighbours(window):
     values = np.random.default_rng(0).normal(size=20)
     before = (window - 1) // 2
     expected = [np.mean(values[max(0, i - before) : i - before + window]) for i in range(20)]
-    assert moving_mean(values, window) == pytest.approx(expected, abs=1e-12)
+    assert compute_moving_mean(values, window) == pytest.approx(expected, abs=1e-12)
 
 
 def test_settings_come_back_as_omegaconf_wrote_them(tmp_path):

@@ -1,4 +1,4 @@
-"""How much memory a step takes, without training anything: no tensor here has data.
+"""Estimate the memory of a step without training anything: no tensor here has data.
 
 `trace_pass` runs a model's forward and backward pass, of any architecture, on tensors that have a size and nothing
 else (torch's `FakeTensorMode`), and adds up the storages that exist after each operation. On a CPU this agrees with
@@ -11,7 +11,7 @@ probabilities; and the chunks of the head have a GPU's size. A compiled model is
 recomputes cheap operations in the backward pass, and so keeps less (the paper's models, read off once with torch 2.13:
 10 to 12 % less).
 
-What the optimizer needs is counted from its state and, per kind of optimizer, from its largest temporary tensors. All
+The optimizer's memory is counted from its state and, per kind of optimizer, from its largest temporary tensors. All
 sizes are in bytes.
 """
 
@@ -43,8 +43,8 @@ FLOAT = 4  # bytes of a number in weights, gradients, optimizer state and the re
 
 
 @dataclass(frozen=True)
-class Pass:
-    """How a micro-batch is computed: rows of seq_len tokens, in bfloat16 under autocast, on "cpu" or "cuda"."""
+class PassSetup:
+    """The size, precision ("autocast" is bfloat16) and kind of device ("cpu" or "cuda") of a traced micro-batch."""
 
     rows: int
     seq_len: int
@@ -66,7 +66,7 @@ class StepMemory:
 
     weights: int
     gradients: int
-    state: int  # of the optimizer
+    state: int  # the optimizer's state
     activations: int  # see `PassMemory`
     temporary: int  # the most that the head, the loss and the backward pass take besides
     step: int  # the most that the optimizer's step takes, when there are no activations
@@ -77,19 +77,19 @@ class StepMemory:
         return lasting + max(self.activations + self.temporary, self.step)
 
 
-def trace_pass(model: LanguageModel, how: Pass) -> PassMemory:
+def trace_pass(model: LanguageModel, setup: PassSetup) -> PassMemory:
     """Trace a micro-batch of a model on any device, such as meta, whose gradients already exist."""
-    gpu = how.device != "cpu"
+    gpu = setup.device != "cpu"
     twin = deepcopy(model)
     with FakeTensorMode(allow_non_fake_inputs=True), _choose_as_on_a_gpu() if gpu else nullcontext():
         twin.to_empty(device="cpu")
         for p in twin.parameters():
             p.grad = torch.empty_like(p)
-        tokens = torch.zeros(how.rows, how.seq_len, dtype=torch.int64)
+        tokens = torch.zeros(setup.rows, setup.seq_len, dtype=torch.int64)
         own = [tensor for p in twin.parameters() for tensor in (p, p.grad)]
         # float16 is as wide as bfloat16, in which attention on a CPU keeps probabilities
         dtype = torch.float16 if gpu else torch.bfloat16
-        with _LiveStorages([*own, *twin.buffers(), tokens]) as storages, torch.autocast("cpu", dtype, how.autocast):
+        with _LiveStorages([*own, *twin.buffers(), tokens]) as storages, torch.autocast("cpu", dtype, setup.autocast):
             loss = twin(tokens, tokens)
             activations = storages.live
             loss.backward()
@@ -148,7 +148,7 @@ def _choose_as_on_a_gpu() -> Iterator[None]:
 def _fused_rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Allocate what the fused kernel of a GPU does."""
+    """Allocate the tensors that the fused kernel of a GPU allocates."""
     normalised: Tensor = _FusedNorm.apply(input, weight)  # type: ignore[no-untyped-call]
     return normalised
 
@@ -183,7 +183,7 @@ def combine_memory(parameters: int, traced: PassMemory, by_rank: Sequence[tuple[
 
     Args:
         parameters: number of parameters, which every rank has with their gradients.
-        by_rank: what the optimizer takes on each rank, see `estimate_optimizer_memory`.
+        by_rank: the optimizer's memory on each rank, see `estimate_optimizer_memory`.
     """
     weights, temporary = FLOAT * parameters, traced.peak - traced.activations
     each = (StepMemory(weights, weights, state, traced.activations, temporary, step) for state, step in by_rank)
@@ -231,7 +231,7 @@ def estimate_optimizer_memory(optimizer: Combined, ranks: int, device: str, ns_b
 
 
 def _measure_state(part: Optimizer) -> float:
-    """Return how many numbers of state there are for a parameter's number, for state that the first step creates."""
+    """Return the numbers of state for each number of a parameter, where the first step creates the state."""
     probe = nn.Parameter(torch.zeros(64, 64))
     probe.grad = torch.zeros_like(probe)
     part.add_param_group({"params": [("probe", probe)]})  # the other parameters have no gradient, so they do not change
@@ -242,7 +242,7 @@ def _measure_state(part: Optimizer) -> float:
 
 
 def _count_temporary(part: Optimizer, parameters: list[tuple[Tensor, Group]], device: str, ns_bytes: int) -> int:
-    """Return what a step on these parameters takes besides weights, gradients and state."""
+    """Return the bytes that a step on these parameters takes besides weights, gradients and state."""
     if isinstance(part, MatrixOptimizer):
         return max(_count_batches(parameters, device, ns_bytes), default=0)
     if isinstance(part, SOAP):
@@ -261,7 +261,7 @@ def _count_temporary(part: Optimizer, parameters: list[tuple[Tensor, Group]], de
 
 
 def _count_refinement(p: Tensor, group: Group) -> int:
-    """Return what SOAP takes to update eigenvectors: four tensors of a side (k, k), three of the matrix's size."""
+    """Return the bytes of SOAP's update of eigenvectors: four tensors of a side (k, k), three of the matrix's size."""
     shapes = [(rows, *p.shape[1:]) for rows in group["blocks"] or p.shape[:1]]
     sides: list[int] = [k for shape in shapes for k in shape if p.ndim == 2 and k <= group["max_precondition_dim"]]
     matrix: int = max(math.prod(shape) for shape in shapes)
@@ -269,9 +269,9 @@ def _count_refinement(p: Tensor, group: Group) -> int:
 
 
 def _count_batches(parameters: list[tuple[Tensor, Group]], device: str, ns_bytes: int) -> Iterator[int]:
-    """Yield what each batch of equal matrices takes while it is orthogonalised and applied (`optim.core.matrix`)."""
+    """Yield the bytes of orthogonalising and applying each batch of equal matrices (`optim.core.matrix`)."""
     counts: defaultdict[tuple[int, int], int] = defaultdict(int)
-    copies = 0  # of one matrix, while the result of the batch is applied
+    copies = 0  # copies of one matrix while the result of the batch is applied
     for p, group in parameters:
         # NorMuon's row statistics take one, Muown's weight decay two, and a step that a GPU may skip one
         taken = ("beta2" in group) + 2 * bool("magnitude" in group and group["weight_decay"]) + (device != "cpu")

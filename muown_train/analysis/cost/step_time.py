@@ -1,4 +1,4 @@
-"""How long a step takes on a GPU: an estimate from floating-point operations, a stated MFU and links.
+"""Estimate how long a step takes on a GPU, from floating-point operations, a stated MFU and links.
 
 The parts of a step are added up, as if nothing overlapped: the model's forward and backward passes, the optimizer, and
 what travels between ranks. Waiting for data, evaluations and checkpoints are not counted.
@@ -31,7 +31,7 @@ class StepTime:
 
     model: float
     optimizer: float
-    gradients: float  # for their mean over ranks, and for sending the parameters that each rank has updated
+    gradients: float  # averaging them over ranks, and sending the parameters that each rank has updated
 
     @property
     def total(self) -> float:

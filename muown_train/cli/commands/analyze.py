@@ -247,6 +247,7 @@ def replace_layer(name: str) -> str:
 
 
 def main(words: Sequence[str]) -> None:
+    """Run the command with the words that follow its name."""
     arguments = parse_arguments(list(words))
     with report_errors([]):
         from muown_train.runtime.distributed import join_world

@@ -1,7 +1,7 @@
 """Average checkpoints of a run: `muown-train average runs/NAME --last 5`.
 
 Only weights are averaged, in float64; each keeps its dtype. The result is a run of its own beside the run, called
-RUN-average or RUN-ema=DECAY. Commands that read runs (evaluate, sample, export) take it, and no run can go on from it.
+RUN-average or RUN-ema=DECAY. Commands that read runs (evaluate, sample, export) take it, but no run can resume from it.
 A run keeps more than its two newest checkpoints with keep_every=N or keep_checkpoints=N.
 """
 
@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> None:
 def write_average(arguments: argparse.Namespace, steps: list[int] | None) -> None:
     """Average the checkpoints and write the result; print the share of each."""
     run, decay = arguments.run, arguments.ema
-    named = run if run.name not in ("", "..") else run.resolve()  # so that `.` has a name too
+    named = run if run.name not in ("", "..") else run.resolve()  # `.` has no name of its own
     out = arguments.out or named.with_name(f"{named.name}-{'average' if decay is None else f'ema={decay:g}'}")
     check_new_folder(out)
     if run.resolve() in out.resolve().parents:

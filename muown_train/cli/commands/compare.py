@@ -8,7 +8,7 @@ fit) and the settings that differ, and writes
     compare.csv   a line for each run, unrounded
     compare.png   validation and training loss against tokens and time; also as compare.pdf
 
-Runs may still be training; nothing in their folders is changed. Paths that are no run's folder are passed over.
+Runs may still be training; nothing in their folders is changed. Paths that are not the folder of a run are passed over.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 def find_paths(words: Iterable[str]) -> list[Path]:
-    """Return the paths that words name; a word with * ? [ that is no path itself is a pattern.
+    """Return the paths that words name; a word with * ? [ that is not a path itself is a pattern.
 
     Raises:
         ValueError: there is no such path.

@@ -49,19 +49,19 @@ def build_view(entity: str, project: str, group: str | None, name: str) -> Any:
     ws: Any = import_module("wandb_workspaces.workspaces")
     expr: Any = import_module("wandb_workspaces.expr")
     sections = {
-        "Loss by optimizer": _loss_panels(),
-        "Final perplexity": [_learning_rate_panel()],
-        "Spectra": [_curve("Spectra", metric_regex="^spectral/.*")],
+        "Loss by optimizer": _make_loss_panels(),
+        "Final perplexity": [_make_learning_rate_panel()],
+        "Spectra": [_make_curve("Spectra", metric_regex="^spectral/.*")],
         "Steps": [
-            _curve("Gradient norm", "train/grad_norm", log_y=True),
-            _curve("Skipped steps", "train/skipped_updates"),
-            _curve("Learning rate", "train/lr"),
+            _make_curve("Gradient norm", "train/grad_norm", log_y=True),
+            _make_curve("Skipped steps", "train/skipped_updates"),
+            _make_curve("Learning rate", "train/lr"),
         ],
         "Speed": [
-            _curve("Throughput, tokens per second", "system/tokens_per_second"),
-            _curve("Model FLOPs utilization", "system/mfu"),
-            _curve("Share of time that waits for data", "data/wait_fraction"),
-            _curve("Peak memory, bytes", "system/peak_memory"),
+            _make_curve("Throughput, tokens per second", "system/tokens_per_second"),
+            _make_curve("Model FLOPs utilization", "system/mfu"),
+            _make_curve("Share of time that waits for data", "data/wait_fraction"),
+            _make_curve("Peak memory, bytes", "system/peak_memory"),
         ],
     }
     over_tokens = ws.SectionPanelSettings(x_axis="tokens")  # otherwise each section has an axis of its own
@@ -78,29 +78,29 @@ def build_view(entity: str, project: str, group: str | None, name: str) -> Any:
     )
 
 
-def _reports() -> Any:
+def _import_reports() -> Any:
     return import_module("wandb_workspaces.reports.v2")
 
 
-def _curve(title: str, *metrics: str, **options: Any) -> Any:
+def _make_curve(title: str, *metrics: str, **options: Any) -> Any:
     """Return a panel of metrics against tokens, with a line for every run."""
-    return _reports().LinePlot(
+    return _import_reports().LinePlot(
         title=title, x="tokens", y=list(metrics), title_x="tokens", max_runs_to_show=100, **options
     )
 
 
-def _loss_panels() -> list[Any]:
+def _make_loss_panels() -> list[Any]:
     """Return panels of the means over the runs of each optimizer, with their range, and of every run."""
-    by_optimizer = dict(groupby=_reports().Config(OPTIMIZER), groupby_aggfunc="mean", groupby_rangefunc="minmax")
+    by_optimizer = dict(groupby=_import_reports().Config(OPTIMIZER), groupby_aggfunc="mean", groupby_rangefunc="minmax")
     return [
-        _curve("Validation loss", "valid/loss", **by_optimizer),
-        _curve("Training loss", "train/loss", smoothing_type="exponential", smoothing_factor=0.9, **by_optimizer),
-        _curve("Validation loss, every run", "valid/loss"),
+        _make_curve("Validation loss", "valid/loss", **by_optimizer),
+        _make_curve("Training loss", "train/loss", smoothing_type="exponential", smoothing_factor=0.9, **by_optimizer),
+        _make_curve("Validation loss, every run", "valid/loss"),
     ]
 
 
-def _learning_rate_panel() -> Any:
-    reports = _reports()
+def _make_learning_rate_panel() -> Any:
+    reports = _import_reports()
     return reports.ScatterPlot(
         title="Final perplexity against learning rate",
         legend_template="${config:run.value.optimizer}: ${run:displayName}",

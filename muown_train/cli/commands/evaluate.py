@@ -108,7 +108,7 @@ def find_text(data: list[str], own: dict[str, Any], source: str | None) -> EvalT
         data: overrides that choose the data.
         source: key or column that names the source of a document.
     """
-    from muown_train.data.cache import cache_folder
+    from muown_train.data.cache import locate_cache
     from muown_train.data.text.eval_texts import read_eval_text
 
     if not data:
@@ -117,7 +117,7 @@ def find_text(data: list[str], own: dict[str, Any], source: str | None) -> EvalT
         return None
     config = load_config(data)
     valid_tokens = own.get("valid_tokens", config.valid_tokens)
-    return read_eval_text(config.data, source, valid_tokens, cache_folder(own.get("cache")))
+    return read_eval_text(config.data, source, valid_tokens, locate_cache(own.get("cache")))
 
 
 def evaluate(
@@ -135,7 +135,7 @@ def evaluate(
     labels = [f"{saved.folder.name} @{saved.step}" for saved in saved_runs]
     if len(set(labels)) < len(labels):
         labels = [f"{saved.folder} @{saved.step}" for saved in saved_runs]
-    own.setdefault("micro_batch", min(saved.config.micro_batch for saved in saved_runs))  # so that blocks are alike
+    own.setdefault("micro_batch", min(saved.config.micro_batch for saved in saved_runs))  # all runs have equal blocks
     results: list[report.Result] = []
     first: Scoring | None = None
     complete = False

@@ -1,4 +1,4 @@
-"""What a run will cost, before it costs anything: `muown-train plan model=500m --device H100-80GB --ranks 8`.
+"""Estimate what a run costs before it starts: `muown-train plan model=500m --device H100-80GB --ranks 8`.
 
 Prints parameters, steps, the memory of each GPU and whether it suffices, and how long the run takes. Settings are the
 same as for training; nothing is trained or downloaded, and no GPU is needed. Time is estimated with a typical MFU

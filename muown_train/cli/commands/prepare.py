@@ -2,7 +2,7 @@
 
     data, data.KEY   a data configuration and its settings, as for training: fineweb_edu, files
     out              folder of the shards; train on them with `data=shards data.path=DIR`
-    tokens           number of tokens to train on; all that there are by default
+    tokens           number of tokens to train on (default: all)
     valid_tokens     number of tokens that are held out first (4M)
     shard_tokens     number of tokens in each shard (100M)
 
@@ -47,7 +47,7 @@ def parse_settings(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the command's own keys, checked, and the overrides that choose the data.
 
     Raises:
-        ValueError: a key is unknown, missing, or has a value that cannot be.
+        ValueError: a key is unknown or missing, or has a wrong value.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 

@@ -21,7 +21,7 @@ archive copies runs that are done or diverged to the archives of the checkout, d
         without the places of this machine
 
 A run counts if its settings are those of the experiment, wherever it lies under OUT or in the archives. The exit status
-is 0; 1 if a run failed; 2 for a setting that cannot be; 130 if interrupted.
+is 0; 1 if a run failed; 2 for a wrong setting; 130 if interrupted.
 """
 
 import sys
@@ -124,7 +124,7 @@ def parse_request(words: Sequence[str]) -> Request:
     """Return what the words of the command line ask for.
 
     Raises:
-        ValueError, HydraException: a word cannot be read, or a value cannot be.
+        ValueError, HydraException: a word cannot be read, or a value is wrong.
     """
     flags = [word for word in words if word.startswith("-")]
     words = [word for word in words if not word.startswith("-")]
@@ -177,7 +177,7 @@ def _check_request(request: Request) -> None:
 
 
 def _mark_queued(statuses: list[GridPointStatus], request: Request) -> list[GridPointStatus]:
-    """Return the statuses with what SLURM's queue says; an action that only looks does without it."""
+    """Return the statuses updated from SLURM's queue; actions that start no run tolerate a queue that fails."""
     try:
         return mark_queued_runs(statuses, request.out, ROOT)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""A data set of the hub as TrainingData: the parts that are held out, and those that each stream reads."""
+"""Make TrainingData of a data set of the hub: the parts that are held out, and those that each stream reads."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class HubFiles:
     def documents(self, unit: Unit, first: int) -> Iterator[str]:
         """Yield the documents of a unit from number `first` on, numbered as rows of the file; a null text is empty.
 
-        After a failure that may pass, reading goes on at the document where it came.
+        After a failure that may pass, reading continues at the document where it occurred.
 
         Raises:
             ConnectionError: reading failed too often, or for a reason that will not pass; the message names data set,
@@ -80,7 +80,7 @@ class HubFiles:
         """Yield the items of read(first); after a failure call it again with the number of the item that failed.
 
         Args:
-            key: what is read, so that its failures are reported once.
+            key: identifies what is read, so that its failures are reported once.
         """
         failures, stop = 0, self.retry.session()
         while True:
@@ -123,7 +123,7 @@ def open_hub(
     retry: Retry,
     progress: Callable[[str], None] = print_line,
 ) -> HubFiles:
-    """Look the data set up without reading a document.
+    """Find the files of a data set without reading a document.
 
     Raises:
         ConnectionError: the hub cannot be reached.

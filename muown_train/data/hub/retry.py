@@ -30,7 +30,7 @@ class Retry:
     def __init__(self, limit: int = LIMIT, shortest: float = SHORTEST, longest: float = LONGEST) -> None:
         self.limit = limit
         self._shortest, self._longest = shortest, longest
-        self._random = random.Random()  # its own, so that the global state of `random` does not advance
+        self._random = random.Random()  # an own generator, since the global one must not advance
         self._stop = threading.Event()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -39,7 +39,7 @@ class Retry:
     @property
     def minutes(self) -> float:
         """The average time of waiting before giving up."""
-        return sum(map(self._pause, range(1, self.limit + 1))) / 60
+        return sum(map(self._compute_pause, range(1, self.limit + 1))) / 60
 
     def session(self) -> threading.Event:
         """Return the argument for `wait` that a reader keeps, so that an interrupt ends its later waits too."""
@@ -49,7 +49,7 @@ class Retry:
         """Wait after the `failures`-th failure in a row; raises Interrupted on `interrupt`."""
         jitter = 1 + self._random.uniform(-JITTER, JITTER)
         stop = self._stop if session is None else session
-        if stop.wait(max(self._pause(failures) * jitter, min(_read_retry_after(error), OBEYED))):
+        if stop.wait(max(self._compute_pause(failures) * jitter, min(_read_retry_after(error), OBEYED))):
             raise Interrupted
 
     def interrupt(self) -> None:
@@ -57,7 +57,7 @@ class Retry:
         stop, self._stop = self._stop, threading.Event()
         stop.set()
 
-    def _pause(self, failures: int) -> float:
+    def _compute_pause(self, failures: int) -> float:
         return min(self._longest, self._shortest * 2.0 ** min(failures - 1, 30))
 
 

@@ -82,7 +82,7 @@ def read_windows(documents: Documents, units: Sequence[Any], shuffle: Shuffle, s
         ValueError: the units hold no text.
     """
     epoch, number, first = start.epoch, start.window, (start.unit, start.document)
-    empty_epochs = 0  # in a row; the first may have begun at the end of the units
+    empty_epochs = 0  # empty epochs in a row; the first may have begun at the end of the units
     while empty_epochs < 2:
         empty_epochs += 1
         order = [units[k] for k in shuffle.order_units(epoch, len(units))]
@@ -102,7 +102,7 @@ def _read_located(
 ) -> Iterator[tuple[tuple[int, int], str]]:
     for k in range(unit, len(units)):
         for number, text in enumerate(documents(units[k], first), first):
-            if text:  # an empty text is no document, but it has a number
+            if text:  # an empty text is not a document, but it has a number
                 yield (k, number), text
         first = 0
 
@@ -110,7 +110,7 @@ def _read_located(
 class Stream:
     """Rows of T+1 ids with stride T from the documents of some units, over and over, each ended by end-of-text.
 
-    `next_row` raises what reading raises, and ValueError if the units hold no text.
+    `next_row` raises the errors of reading, and ValueError if the units hold no text.
     """
 
     def __init__(
@@ -171,13 +171,13 @@ def _encode_windows(windows: Iterator[Window], tokenizer: Tokenizer, place: int)
 class StreamRows:
     """Rows that streams, one for each list of units, deal out in turn; a stream is opened when a row of it is needed.
 
-    Rows asked for out of order are right but slow: a stream skips those in between, and begins again to go back. The
+    Rows out of order are correct but slow: a stream skips those in between, and begins again to go back. The
     state is {"streams": {number of a stream: cursor}}. The state of a run is the union over its ranks; if several
     ranks know the same stream any of their cursors will do, since a resume skips the rows that are behind.
 
     Args:
         shuffle: the number of documents in a window; 1 keeps the order of the data.
-        interrupt: ends what `documents` may be waiting for.
+        interrupt: ends a wait of `documents`.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class StreamRows:
         return {"streams": {str(number): asdict(cursor) for number, cursor in sorted(cursors.items())}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after `state`.
+        """Continue after `state`.
 
         Raises:
             ValueError: the state is of other data, with more streams or more units in one, or of another version.

@@ -1,7 +1,7 @@
 """Prepared token shards as TrainingData: those that prepare.py writes, and those of modded-nanogpt as they are.
 
 A folder holds `.bin` files (token_file.py) to train on and held out. prepare.py adds `index.json`, the tokenizer and
-the count of each id in training. modded-nanogpt has no index: there the names of files tell what they are for.
+the count of each id in training. modded-nanogpt has no index: there the names of files tell which are to train on.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The first documents of the source, whole ones, are held out; training begins with the next. Each shard is written
 beside its place, synced and renamed, and then `progress.json` says where in the source the next one begins. So a
-preparation that is interrupted at any moment goes on with the shard that was not complete, and ends with the same
+preparation that is interrupted at any moment resumes with the shard that was not complete, and ends with the same
 bytes. Before there is a shard to train on, the folder is begun anew, so it then takes other settings.
 Beside each shard `NAME.documents.npy` (uint64) says where in it documents begin; a document that is cut begins only in
 the first of its shards.
@@ -44,12 +44,12 @@ def prepare_shards(
     valid_tokens: int = 4_000_000,
     shard_tokens: int = 100_000_000,
 ) -> None:
-    """Write shards to `folder`, or go on with those that are there.
+    """Write shards to `folder`, or continue those that are there.
 
     Args:
         data: the name of the function that a data configuration has as its target, `files` or `hub_stream`.
         settings: the arguments of that function.
-        tokens: tokens to train on; None means all there are.
+        tokens: tokens to train on; None means all.
         valid_tokens: whole documents of at least valid_tokens + 1 tokens are held out.
         shard_tokens: tokens in each shard to train on.
 
@@ -136,7 +136,7 @@ def _write_all(
 ) -> None:
     """Write shard after shard from where the state says, and the index at the end."""
     arguments, shards = state["arguments"], state["shards"]
-    counts = np.load(folder / _counts_name(len(shards))) if len(shards) > 1 else np.zeros(tokenizer.size, np.int64)
+    counts = np.load(folder / _get_counts_name(len(shards))) if len(shards) > 1 else np.zeros(tokenizer.size, np.int64)
     wanted = arguments["tokens"]
     tally = _Tally(line, sum(shard["tokens"] for shard in shards), wanted and wanted + arguments["valid_tokens"])
     with closing(TokenReader(source, Position(**state["cursor"]), tokenizer)) as reader:
@@ -154,11 +154,11 @@ def _write_all(
                 if room == 0 or not shard.fill(reader, room, False, tally):
                     break
                 counts = counts + shard.counts
-                _save_array(folder / _counts_name(number + 1), counts)
+                _save_array(folder / _get_counts_name(number + 1), counts)
             shards.append(shard.finish())
             state["cursor"] = asdict(reader.position)
             _save_json(folder / PROGRESS, state)
-            (folder / _counts_name(number)).unlink(missing_ok=True)
+            (folder / _get_counts_name(number)).unlink(missing_ok=True)
     if len(shards) < 2:
         raise ValueError(_explain_no_training_data(shards[0], arguments["valid_tokens"]))
     _save_array(folder / COUNTS, counts)
@@ -184,7 +184,7 @@ class _Tally:
             line.print(f"going on after {tokens:,} tokens")
         self._progress = Progress(line, total=total, done=tokens)
         self._tokens = tokens
-        self._fraction_read: float | None = None  # at the last call
+        self._fraction_read: float | None = None  # the fraction at the last call
         self._expected_total: float | None = None
 
     def add(self, tokens: int, fraction_read: float) -> None:
@@ -197,7 +197,7 @@ class _Tally:
 
 
 class _Shard:
-    """One shard that is being written."""
+    """A shard that is being written."""
 
     def __init__(self, folder: Path, split: str, number: int, tokenizer: HubTokenizer) -> None:
         self.counts = np.zeros(tokenizer.size, dtype=np.int64)
@@ -295,7 +295,7 @@ def _summarize(index: dict[str, Any]) -> str:
     return f"{train:,} tokens to train on{fewer} and {valid:,} held out, in {count} shards"
 
 
-def _counts_name(shards: int) -> str:
+def _get_counts_name(shards: int) -> str:
     """Return the file of counts of ids in the first `shards` shards, kept until the next shard is complete."""
     return f"{COUNTS}.{shards:06d}.npy"
 

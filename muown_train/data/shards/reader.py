@@ -20,17 +20,17 @@ from muown_train.data.text.tokenizer import Tokenizer
 
 FILES_AT_ONCE = 4  # files that are read ahead, so that encoding need not wait for a network
 DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 1 << 20  # the most that a thread hands over together
-AHEAD = 4  # such groups that are read ahead for each file
+AHEAD = 4  # groups of documents that are read ahead for each file
 
 
 @dataclass(frozen=True)
 class DocumentSource:
     """Numbered files of documents."""
 
-    metadata: dict[str, Any]  # JSON: what must not change until all is read
+    metadata: dict[str, Any]  # JSON that must not change until all is read
     files: int
     documents: Callable[[int, int], Iterator[str]]  # (file, number of a document) -> that document and those after it
-    close: Callable[[], None]  # ends what `documents` may be waiting for
+    close: Callable[[], None]  # ends a wait of `documents`
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Text files -> documents (str), one after the other, in bounded memory.
 
 A .txt file is one document. A .jsonl file (plain, .gz, .xz or .zst) has one JSON object per line and a .parquet file
-one row per document, with the text under a key or column. A null text is no document. An empty text is passed on as
+one row per document, with the text under a key or column. A null text is not a document. An empty text is passed on as
 a document, which encoding leaves out.
 """
 
@@ -38,8 +38,8 @@ def expand_globs(patterns: str | Sequence[str], key: str = "data.train") -> list
         if not isinstance(pattern, str) or not pattern:
             raise ValueError(f"{key} must be a glob or a list of globs, but holds {pattern!r}")
         full = str(Path(pattern).expanduser())
-        found = [full] if Path(full).is_file() else glob.glob(full, recursive=True)
-        files = [path for path in map(Path, found) if path.is_file()]
+        matches = [full] if Path(full).is_file() else glob.glob(full, recursive=True)
+        files = [path for path in map(Path, matches) if path.is_file()]
         if not files:
             folder = " (a folder: name the files in it, such as *.parquet)" if Path(full).is_dir() else ""
             raise ValueError(f"{key}: no file matches {pattern!r}{folder}")

@@ -19,7 +19,7 @@ from muown_train.data.text.documents import expand_globs, read_with_labels
 from muown_train.data.text.tiktoken_bpe import build_byte_alphabet
 from muown_train.data.text.tokenizer import Tokenizer, choose_dtype
 
-MOST_FILES = 20  # files, up to which each is a source of its own
+MOST_FILES = 20  # up to this many files each is a source of its own
 ALL = "all"  # the one source of documents that are not distinguished
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 PARTS = 20  # one part in 20 is held out
-FEW = 100  # documents, with fewer than which the end of the text is held out instead
+FEW = 100  # documents; if there are fewer, the end of the text is held out instead
 
 
 def is_held_out(key: bytes) -> bool:

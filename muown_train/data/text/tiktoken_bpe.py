@@ -207,7 +207,7 @@ def convert_gpt2_ranks(name: str, raw: bytes) -> bytes:
     """Return the tokenizer.json of a gpt2.tiktoken (a line of base64 and id for each token); end of text is 50256.
 
     Raises:
-        ValueError: it is no such file. Other encodings split text by patterns that their files do not hold.
+        ValueError: it is not such a file. Other encodings split text by patterns that their files do not hold.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(raw.splitlines(), 1):
@@ -231,7 +231,7 @@ def build_tokenizer_json(ranks: dict[bytes, int]) -> bytes:
     """Return a tokenizer.json with GPT-2's pattern for tiktoken's ranks 0, 1, … n - 1, and <|endoftext|> as id n.
 
     Raises:
-        ValueError: the ranks are no byte-level BPE.
+        ValueError: the ranks are not a byte-level BPE.
     """
     tokens = sorted(ranks, key=ranks.__getitem__)
     if list(map(ranks.__getitem__, tokens)) != list(range(len(tokens))) or {len(t) for t in tokens[:256]} != {1}:

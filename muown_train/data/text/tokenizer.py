@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
     fingerprint: str  # a hash of everything that decides the ids
 
     @property
-    def raw(self) -> bytes | None: ...  # its tokenizer.json, if it has one
+    def raw(self) -> bytes | None: ...  # the content of its tokenizer.json, if it has one
 
     def encode_batch(self, texts: list[str]) -> Sequence[Sequence[int] | np.ndarray]: ...
 
@@ -71,9 +71,8 @@ class HubTokenizer:
         backend.encode_special_tokens = True
         self.name, self.raw = name, raw
         self.size: int = max(backend.get_vocab().values()) + 1
-        self.adds_tokens = (
-            backend.num_special_tokens_to_add(False) > 0
-        )  # whether the library would add tokens around a text
+        # whether the library would add tokens around a text
+        self.adds_tokens = backend.num_special_tokens_to_add(False) > 0
         self.fingerprint = fingerprint_tokenizer(raw)
         self._library = backend
         self._fast = tiktoken_bpe.build_byte_bpe(raw, self.end_of_text)
@@ -142,7 +141,7 @@ def _get_pool(size: int, process: int) -> ThreadPoolExecutor:
 
 
 def load_tokenizer(name: str) -> HubTokenizer:
-    """Return the tokenizer of `read_tokenizer(name)`, which says what `name` can be and what is raised."""
+    """Return the tokenizer of a name; see `read_tokenizer` for the names and the errors."""
     return HubTokenizer(name, read_tokenizer(name))
 
 
@@ -159,7 +158,7 @@ def read_tokenizer(name: str) -> bytes:
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        path = path / "tokenizer.json"
+        path = path / TOKENIZER
     if path.is_file():
         raw = path.read_bytes()
         return tiktoken_bpe.convert_gpt2_ranks(name, raw) if path.suffix == ".tiktoken" else raw
@@ -183,7 +182,7 @@ def _download(name: str) -> str:
             f"data.tokenizer={name}: the hub has no such model, or it is private or gated and needs a login; "
             "there is no file of that name either"
         ) from error
-    except errors.LocalEntryNotFoundError as error:  # also an EntryNotFoundError: must come first
+    except errors.LocalEntryNotFoundError as error:  # this is an EntryNotFoundError too, so it must come first
         raise ConnectionError(_describe_failure(name, error)) from error
     except errors.EntryNotFoundError as error:
         raise ValueError(f"data.tokenizer={name}: this model has no tokenizer.json on the hub") from error
@@ -230,7 +229,7 @@ def _join(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _split_text(text: str) -> Iterator[str]:
-    """Cut a long text after single newlines between two characters that are no space, never elsewhere."""
+    """Cut a long text after single newlines between two characters that are not spaces, never elsewhere."""
     start = 0
     while len(text) - start > PIECE:
         cut = text.find("\n", start + PIECE)

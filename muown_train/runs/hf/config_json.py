@@ -1,11 +1,11 @@
-"""The reading of a config.json of `transformers`, whichever version wrote it; the layouts share it."""
+"""Read a config.json of `transformers`, whichever version wrote it; the layouts share these functions."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from muown_train.config.checks import is_number
 
-ORIGIN = "muown_train.json"  # in an export: the run and step exported; it marks a folder as ours
+ORIGIN = "muown_train.json"  # a file of our exports: it marks the folder as ours and names the run and step
 
 
 def check_values(config: Mapping[str, Any], model_type: str, wanted: Mapping[str, tuple[Any, Any]]) -> None:

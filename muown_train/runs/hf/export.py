@@ -88,7 +88,7 @@ def check_replaceable(out: Path) -> None:
     """Check that an export may be written to a folder.
 
     Raises:
-        ValueError: it exists and is no earlier export, or holds a file that no export writes.
+        ValueError: it exists and is not an earlier export, or holds a file that no export writes.
     """
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise ValueError(f"{out} is no folder: give another --out")
@@ -100,7 +100,7 @@ def check_replaceable(out: Path) -> None:
 
 def _build_tokenizer_files(tokenizer: HubTokenizer, longest: int) -> dict[str, str]:
     content = tokenizer.raw.decode()
-    if tokenizer.adds_tokens:  # around every text, and the model has never seen them there
+    if tokenizer.adds_tokens:  # the model has never seen the tokens that are added around every text
         content = _to_json(json.loads(content) | {"post_processor": None})
     end = tokenizer.decode([tokenizer.end_of_text])
     settings = {
@@ -108,10 +108,8 @@ def _build_tokenizer_files(tokenizer: HubTokenizer, longest: int) -> dict[str, s
         "bos_token": end,
         "eos_token": end,
         "pad_token": end,
-        "model_input_names": [
-            "input_ids",
-            "attention_mask",
-        ],  # transformers 4 passes on others, which no model here takes
+        # without this transformers 4 passes on other inputs, which no model here takes
+        "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": longest,
         "clean_up_tokenization_spaces": False,
     }

@@ -1,4 +1,4 @@
-"""Read a folder of `transformers` as weights and settings of ours, or say in a sentence what does not fit."""
+"""Read a folder of `transformers` as weights and settings of this package, or say in a sentence what does not fit."""
 
 import json
 import re
@@ -29,14 +29,14 @@ class TransformersFolder:
     """The content of a folder of transformers, in terms of this package."""
 
     model: dict[str, Any]  # settings of our model, with its `_target_`
-    weights: dict[str, Tensor]  # by our names, float32
+    weights: dict[str, Tensor]  # float32 weights by our names
     tokenizer: bytes | None  # tokenizer.json
     tokenizer_hash: str | None  # fingerprint of the tokenizer it was exported with, else of tokenizer.json
-    origin: dict[str, Any]  # in an export of ours: `run`, `step`
+    origin: dict[str, Any]  # `run` and `step` of an export of ours, else empty
 
 
 def is_transformers_folder(path: Path) -> bool:
-    """Tell whether a folder looks like one of transformers."""
+    """Return whether a folder looks like one of transformers."""
     return (path / "config.json").is_file()
 
 
@@ -44,7 +44,7 @@ def read_transformers_folder(path: Path) -> TransformersFolder:
     """Read config.json, model*.safetensors and tokenizer.json. Nothing in it is run or unpickled.
 
     Raises:
-        ValueError: it is no such folder, or holds a model that this package does not have.
+        ValueError: it is not such a folder, or holds a model that this package does not have.
     """
     if not is_transformers_folder(path):
         raise ValueError(f"{path} has no config.json: give a folder of save_pretrained or of muown-train export")
@@ -68,7 +68,7 @@ def read_transformers_folder(path: Path) -> TransformersFolder:
 def _select_weights(
     theirs: Mapping[str, Tensor], settings: Mapping[str, Any], layout: layouts.Layout
 ) -> Mapping[str, Tensor]:
-    """Return those of the weights that the model has, by their names.
+    """Return the weights that the model has, by their names.
 
     The model is made without memory, since a stranger's sizes may ask for any amount.
 

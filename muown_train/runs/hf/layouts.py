@@ -9,11 +9,11 @@ from muown_train.runs.hf import llama, qwen2
 
 
 class Layout(Protocol):
-    """The content of such a module."""
+    """The interface of the modules that translate a model."""
 
     TARGET: str  # `_target_` of our model
-    MODEL_TYPE: str  # in the config.json of transformers
-    ARCHITECTURE: str  # class of transformers
+    MODEL_TYPE: str  # the value of model_type in config.json
+    ARCHITECTURE: str  # the class of transformers
     GROUP: str  # an option of our config group `model` with this target
 
     def to_config(self, settings: Mapping[str, Any]) -> dict[str, Any]: ...

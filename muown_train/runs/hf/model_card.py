@@ -1,4 +1,4 @@
-"""The model card of an export. It says what the run's folder says, and nothing else."""
+"""The model card of an export, made from the run's folder alone."""
 
 import json
 import math
@@ -104,11 +104,11 @@ def _describe_training(saved: SavedRun, manifest: Mapping[str, Any]) -> Iterator
 def _describe_groups(manifest: Mapping[str, Any]) -> Iterator[str]:
     roles: dict[str, list[str]] = {}
     for group in manifest.get("groups", ()):
-        how = f"{group['optimizer']}, lr {group['lr']:g}, weight decay {group['weight_decay']:g}"
-        if group["role"] not in roles.setdefault(how, []):
-            roles[how].append(group["role"])
-    for how, names in roles.items():
-        yield f"{how} ({', '.join(names)})"
+        settings = f"{group['optimizer']}, lr {group['lr']:g}, weight decay {group['weight_decay']:g}"
+        if group["role"] not in roles.setdefault(settings, []):
+            roles[settings].append(group["role"])
+    for settings, names in roles.items():
+        yield f"{settings} ({', '.join(names)})"
 
 
 def _find_validation(saved: SavedRun) -> tuple[int, float, str] | None:

@@ -76,7 +76,7 @@ class AsyncSink:
             while lines := self._take_lines():
                 self.sink.write(lines)
             self.sink.finish(self.summary or {})
-        except Exception as error:  # of any kind: training must not depend on a sink
+        except Exception as error:  # any error, since training must not depend on a sink
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
             self.warn(f"{self.name}: {redact(reason)}; no longer recording there")
 

@@ -1,6 +1,5 @@
 """Send a run's metrics to Weights & Biases. Whatever happens there, training goes on."""
 
-import json
 import os
 import secrets
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from muown_train.runs.metrics import Line
-from muown_train.runtime.atomic_files import write_atomic
+from muown_train.runtime.atomic_files import try_read_json, write_atomic
 from muown_train.runtime.redaction import redact, redact_tree
 from muown_train.runtime.suggest import suggest_nearest
 from muown_train.training.tracking.async_sink import AsyncSink
@@ -91,7 +90,7 @@ class _WandbRun:
 
     def __init__(self, mode: str, settings: Mapping[str, Any], warn: Callable[[str], None]) -> None:
         self.mode, self.settings, self.warn = mode, settings, warn
-        self.folder = Path()  # for W&B's own files
+        self.folder = Path()  # the folder of W&B's own files
         self.row = 0
 
     def start(self, folder: Path, config: Mapping[str, Any], steps: int) -> None:
@@ -168,8 +167,5 @@ def get_run_id(folder: Path) -> str:
 def _describe_run(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what W&B needs besides the settings to compare runs: the optimizer's name, and parts of the manifest."""
     optimizer = {"optimizer": str(config["optim"]["_target_"]).rpartition(".")[2]} if "optim" in config else {}
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-    except (OSError, ValueError):
-        return optimizer
+    manifest = try_read_json(folder / "manifest.json")
     return optimizer | {key: manifest[key] for key in _MANIFEST_KEYS if key in manifest}

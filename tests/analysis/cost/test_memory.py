@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from muown_train.analysis.cost.memory import (
-    Pass,
     PassMemory,
+    PassSetup,
     combine_memory,
     estimate_optimizer_memory,
     extrapolate_pass,
@@ -40,7 +40,7 @@ def make_pass(changed: dict, autocast: bool, architecture: str = "GPT"):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             model(tokens, tokens).backward()
 
-    return model, go, Pass(size["B"], size["T"], autocast, "cpu")
+    return model, go, PassSetup(size["B"], size["T"], autocast, "cpu")
 
 
 def make_model(architecture: str, size: dict) -> LanguageModel:
@@ -108,7 +108,7 @@ def test_what_autograd_keeps(autocast, flash, monkeypatch):
 
 
 def test_a_gpu_keeps_less_than_a_cpu():
-    cuda, rows, T, D, h, H, V = Pass(2, 256, True), 2, 256, 1280, 20, 3584, 1000
+    cuda, rows, T, D, h, H, V = PassSetup(2, 256, True), 2, 256, 1280, 20, 3584, 1000
     with torch.device("meta"):
         two, three = (GPT(V, layers, D, h, T) for layers in (2, 3))
     chunks = dict(CHUNK_LOGITS)
@@ -159,7 +159,7 @@ def test_a_sharded_optimizer_is_spread_as_shard_does():
 
 
 def test_memory_of_a_rank_and_the_largest_micro_batch():
-    how = Pass(32, 1024, True)
+    how = PassSetup(32, 1024, True)
     with torch.device("meta"):
         models = [GPT(50280, 3, 768, 12, 1024, activation_checkpointing=n) for n in (0, 3)]
     parameters = sum(p.numel() for p in models[0].parameters())

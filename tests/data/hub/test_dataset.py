@@ -211,7 +211,7 @@ def test_after_the_limit_the_loader_raises_one_sentence(load, hub):
 
 
 def test_closing_the_loader_while_the_hub_is_waited_for(load, hub, monkeypatch):
-    monkeypatch.setattr(Retry, "_pause", lambda self, failures: 60.0)
+    monkeypatch.setattr(Retry, "_compute_pause", lambda self, failures: 60.0)
     train = load(FEW).train
     hub.disturb = lambda path, number: Fault(status=503)
     loader = Loader(train, 12)
