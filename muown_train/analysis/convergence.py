@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from muown_train.optim.core.weight_norm import split_gradient, weight_to_direction
 from muown_train.optim.muown_sign import MuownSign
 
+GROWTH = 1.2  # the factor by which a guess of L or sigma grows that was too small for a run
 F_STAR = 0.0  # the problem's minimum: log cosh is 0 at 0 and positive elsewhere
 
 
@@ -182,14 +183,11 @@ class Comparison(NamedTuple):
     momentum: float
 
 
-def compare_with_theorem(
-    problem: Problem, T: int, deviation: float = 0.0, seeds: int = 1, growth: float = 1.2
-) -> Comparison:
+def compare_with_theorem(problem: Problem, T: int, deviation: float = 0.0, seeds: int = 1) -> Comparison:
     """Return the bound for T steps, and the mean over seeds of the measurement in runs with the theorem's rates.
 
     Args:
         deviation: standard deviation of the noise, see `run_muown_sign`; 0 selects the deterministic theorem.
-        growth: the factor by which a guess of L or sigma grows that was too small for a run, which then stops early.
     """
     delta = float(problem.loss(problem.start)) - F_STAR
     g = torch.linalg.vector_norm(problem.start, dim=1)
@@ -199,7 +197,7 @@ def compare_with_theorem(
         rates = compute_stochastic_rates(L, delta, T, sigma) if deviation else compute_deterministic_rates(L, delta, T)
         trajectory = run_muown_sign(problem, T, rates, deviation, seed, (L, sigma))
         if trajectory.L > L or trajectory.sigma > sigma:
-            L, sigma = L * (growth if trajectory.L > L else 1), sigma * (growth if trajectory.sigma > sigma else 1)
+            L, sigma = L * (GROWTH if trajectory.L > L else 1), sigma * (GROWTH if trajectory.sigma > sigma else 1)
             seed, total = 0, 0.0  # all seeds run again with the larger guess
             continue
         seed, total = seed + 1, total + trajectory.mean

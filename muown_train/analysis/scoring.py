@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from muown_train.analysis.validation import compute_block_losses, cut_valid_rows
+from muown_train.analysis.validation import compute_block_losses, compute_perplexity, cut_valid_rows
 from muown_train.config.resume_check import DATA_IDENTITY
 from muown_train.data.cache import locate_cache
 from muown_train.data.sources import RunInfo, TrainingData, build_data
@@ -56,8 +56,8 @@ class Score:
             "blocks": n,
             "loss": loss,
             "loss_interval": interval,
-            "perplexity": _exp(loss),
-            "perplexity_interval": interval and [_exp(end) for end in interval],
+            "perplexity": compute_perplexity(loss),
+            "perplexity_interval": interval and [compute_perplexity(end) for end in interval],
         }
         if self.bytes is not None and self.bytes[:n].sum():
             nats, error = estimate_ratio(losses, self.bytes[:n])
@@ -84,10 +84,6 @@ def estimate_ratio(sums: np.ndarray, sizes: np.ndarray) -> tuple[float, float | 
 
 def _make_interval(value: float, error: float | None) -> list[float] | None:
     return None if error is None else [value - error, value + error]
-
-
-def _exp(loss: float) -> float:
-    return math.exp(min(loss, 700))
 
 
 def merge_scores(scores: Mapping[str, Score]) -> Score:

@@ -53,6 +53,11 @@ def evaluate(
     return loss / count, int(count)
 
 
+def compute_perplexity(loss: float) -> float:
+    """Return exp(loss) of a loss in nats per token; losses above 700, which would overflow, count as 700."""
+    return math.exp(min(loss, 700))
+
+
 @torch.no_grad()
 def compute_block_losses(model: nn.Module, rows: Tensor, block: int, device: torch.device) -> Iterator[float]:
     """Yield the summed loss in nats of every `block` rows; the model must be in evaluation mode."""

@@ -71,6 +71,12 @@ def print_line(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
+def add_to_hash(digest: hashlib.blake2b, text: str) -> None:
+    """Add a document to a hash, after its length in bytes."""
+    raw = text.encode()
+    digest.update(len(raw).to_bytes(8, "little") + raw)
+
+
 class SplitWriter:
     """Writes the documents of one split to a token file, with a hash of the text and the count of each id."""
 
@@ -81,8 +87,7 @@ class SplitWriter:
         self._writer = TokenWriter(path, choose_dtype(tokenizer.size))
 
     def write(self, text: str, ids: np.ndarray) -> None:
-        raw = text.encode()
-        self._hash.update(len(raw).to_bytes(8, "little") + raw)
+        add_to_hash(self._hash, text)
         self._writer.write(ids)
         np.add.at(self.counts, ids, 1)
         self.documents += 1

@@ -157,14 +157,14 @@ def _repair_end(file: BinaryIO) -> int:
     return end
 
 
-def read_metrics(path: Path, last: int | None = None) -> list[Line]:
-    """Return the lines of a metrics.jsonl, or those in its last `last` bytes; a line that was cut off is left out."""
+def read_metrics(path: Path) -> list[Line]:
+    """Return the lines of a metrics.jsonl; a line that was cut off is left out."""
     with path.open("rb") as file:
-        return parse_metrics(file, last)
+        return parse_metrics(file)
 
 
 def parse_metrics(file: BinaryIO, last: int | None = None) -> list[Line]:
-    """Return the lines of an open metrics.jsonl, as `read_metrics` does of a path."""
+    """Return the lines of an open metrics.jsonl, or those in its last `last` bytes, as `read_metrics` does."""
     if last is not None:
         file.seek(max(0, file.seek(0, os.SEEK_END) - last))
     return [line for text in file.read().split(b"\n") if (line := _parse_line(text)) is not None]

@@ -23,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from muown_train.runtime.heartbeat import LOST_AFTER, HeartbeatMonitor, connect_heartbeat, explain_lost_rank
 
 START_TIMEOUT = timedelta(minutes=10)  # the time for all ranks to start
+# the time limit of a collective; a rank that is alive may be this late, for example while it waits for data
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -96,24 +98,23 @@ def wrap_in_ddp(model: nn.Module, device: torch.device, in_bfloat16: bool = Fals
     return replica
 
 
-def _init_process_group(rank: int, size: int, backend: str, timeout: timedelta) -> None:
-    """Make the process group. A rank may take START_TIMEOUT to start; `timeout` is for each collective later."""
+def _init_process_group(rank: int, size: int, backend: str) -> None:
+    """Make the process group, whose ranks may take START_TIMEOUT to start."""
     try:
         store, _, _ = next(rendezvous("env://", rank, size, timeout=START_TIMEOUT))
     except dist.DistError as error:
         raise ConnectionError(f"the {size} ranks did not meet: {str(error).splitlines()[0]}") from error
-    store.set_timeout(timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    store.set_timeout(COLLECTIVE_TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
 
 
 @contextmanager
-def join_world(timeout: timedelta = timedelta(minutes=30), lost_after: float = LOST_AFTER) -> Iterator[World]:
+def join_world(lost_after: float = LOST_AFTER) -> Iterator[World]:
     """Join the ranks that the environment describes, and yield the world; the process group ends with the context.
 
     When one of several ranks is lost, the others end with the reason (see `heartbeat`).
 
     Args:
-        timeout: time limit of a collective. A rank that is alive may be this late, for example while it waits for data.
         lost_after: seconds of silence after which a rank is lost.
 
     Raises:
@@ -129,7 +130,7 @@ def join_world(timeout: timedelta = timedelta(minutes=30), lost_after: float = L
     if size == 1:
         yield world
         return
-    _init_process_group(rank, size, "nccl" if device.type == "cuda" else "gloo", timeout)
+    _init_process_group(rank, size, "nccl" if device.type == "cuda" else "gloo")
     try:
         with connect_heartbeat(rank, world.gather, lost_after) or nullcontext() as heartbeat:
             yield replace(world, heartbeat=heartbeat)

@@ -131,7 +131,7 @@ def build_checkpoints(config: RunConfig, folder: Path, world: World, metadata: d
     """Return the checkpoints of a run.
 
     Args:
-        metadata: stored in each checkpoint.
+        metadata: a description of the run, stored in each checkpoint.
     """
     return Checkpoints(folder, world, config.keep_checkpoints, config.keep_every, config.keep_best, metadata=metadata)
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from muown_train.analysis.validation import evaluate
+from muown_train.analysis.validation import compute_perplexity, evaluate
 from muown_train.config.schema import Schedule, TrainerSettings
 from muown_train.data.loader import Batch, Loader
 from muown_train.optim.core.skip_step import step_or_skip
@@ -42,8 +42,7 @@ class Trainer:
         valid: (N,) token ids of the validation text.
         monitor: decides when the run ends as diverged or goes back to a checkpoint.
         stop: asks the run to stop.
-        metrics: the run's record, on the main rank only. `sinks` are set there once the run goes on.
-        probe: measures the weights as they are and changes nothing; called on every rank.
+        metrics: the run's record, on the main rank only. `sinks` are set there once the run starts.
     """
 
     def __init__(
@@ -59,11 +58,11 @@ class Trainer:
         monitor: DivergenceMonitor,
         stop: StopSignal,
         metrics: Metrics | None = None,
-        probe: Callable[[], Line] | None = None,
     ) -> None:
         self.world, self.model, self.optimizer, self.schedule = world, model, optimizer, schedule
         self.loader, self.valid, self.checkpoints, self.settings = loader, valid, checkpoints, settings
-        self.monitor, self.stop, self.metrics, self.probe = monitor, stop, metrics, probe
+        self.monitor, self.stop, self.metrics = monitor, stop, metrics
+        self.probe: Callable[[], Line] | None = None  # measures the weights and changes nothing; every rank calls it
         self.random_state = RandomState(world)
         self.sinks: Sequence[Sink] = ()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -254,7 +253,7 @@ class Trainer:
             loss, count = evaluate(
                 self.model, self.valid, settings.valid_tokens, settings.seq_len, settings.micro_batch, self.world
             )
-        return {"valid/loss": loss, "valid/perplexity": math.exp(min(loss, 700)), "valid/tokens": count}
+        return {"valid/loss": loss, "valid/perplexity": compute_perplexity(loss), "valid/tokens": count}
 
     def record(self, lines: Sequence[Line]) -> None:
         """Write lines of metrics and show them. Lines that cannot be written wait for the next ones."""

@@ -25,6 +25,7 @@ import numpy as np
 
 from muown_train.config.checks import check_int
 from muown_train.data.cache import fingerprint
+from muown_train.data.corpus import add_to_hash
 from muown_train.data.hub.files import MINIMUM
 from muown_train.data.shards.dataset import COUNTS, FORMAT, INDEX, PROGRESS
 from muown_train.data.shards.reader import OPENERS, DocumentSource, Position, TokenReader
@@ -219,8 +220,7 @@ class _Shard:
         with TokenWriter(self._partial, self._dtype) as writer:
             while self._tokens < room and (piece := reader.take(None if whole else room - self._tokens)) is not None:
                 if piece.text is not None:
-                    raw = piece.text.encode()
-                    self._text.update(len(raw).to_bytes(8, "little") + raw)
+                    add_to_hash(self._text, piece.text)
                     self._starts.append(self._tokens)
                 waiting.append(piece.ids)
                 self._tokens += len(piece.ids)

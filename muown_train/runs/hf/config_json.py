@@ -49,8 +49,8 @@ def read_positive(config: Mapping[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
-def read_rope_base(config: Mapping[str, Any], default: float = 10_000.0) -> float:
-    """Return the base of the rotation: `rope_theta`, which is in `rope_parameters` since transformers 5.
+def read_rope_base(config: Mapping[str, Any]) -> float:
+    """Return the base of the rotation: `rope_theta` (default 10000), in `rope_parameters` since transformers 5.
 
     Raises:
         ValueError: the rotation is scaled or partial, or its base is not a positive number.
@@ -61,4 +61,4 @@ def read_rope_base(config: Mapping[str, Any], default: float = 10_000.0) -> floa
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind != "default" or parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
         raise ValueError(f"config.json rotates by {parameters!r}: only the plain rotation (rope_type 'default') fits")
-    return read_positive({**config, **parameters}, "rope_theta", default)
+    return read_positive({**config, **parameters}, "rope_theta", 10_000.0)
