@@ -125,20 +125,20 @@ class TrainerSettings:
 _Check = Callable[[str, Any], Any]
 
 
-def _int(least: int) -> _Check:
+def _expect_int(least: int) -> _Check:
     return lambda key, value: check_int(key, value, least)
 
 
-def _choice(*choices: str) -> _Check:
+def _expect_choice(*choices: str) -> _Check:
     return lambda key, value: check_choice(key, value, choices)
 
 
-def _or_null(check: _Check) -> _Check:
+def _allow_null(check: _Check) -> _Check:
     return lambda key, value: None if value is None else check(key, value)
 
 
-def _positive_or_null(unit: str = "") -> _Check:
-    return _or_null(lambda key, value: check_positive(key, value, f"{unit} or null"))
+def _expect_positive_or_null(unit: str = "") -> _Check:
+    return _allow_null(lambda key, value: check_positive(key, value, f"{unit} or null"))
 
 
 def _check_reduce_dtype(key: str, value: Any) -> Any:
@@ -174,23 +174,23 @@ def _check_section(key: str, value: Any) -> Section:
 _CHECKS: dict[str, _Check] = {
     "name": lambda key, value: check_run_name(value),  # YAML reads name=5 as a number
     "out": _check_folder,
-    "cache": _or_null(_check_folder),
-    "init_from": _or_null(_check_source),
-    "checkpoint": _or_null(_check_source),
-    **dict.fromkeys(("seq_len", "batch_tokens", "micro_batch", "eval_every", "valid_tokens", "save_every"), _int(1)),
-    **dict.fromkeys(("keep_checkpoints", "log_every", "probe_every", "max_bad_updates"), _int(1)),
-    **dict.fromkeys(("sample_tokens", "seed", "max_rollbacks", "diverged_from"), _int(0)),
-    "workers": _or_null(_int(0)),
-    **dict.fromkeys(("keep_every", "give_up_after", "replica_check_every"), _or_null(_int(1))),
-    **dict.fromkeys(("tokens", "tokens_per_parameter", "grad_clip", "diverged_above"), _positive_or_null()),
-    "time_limit": _positive_or_null(" of minutes"),
+    "cache": _allow_null(_check_folder),
+    "init_from": _allow_null(_check_source),
+    "checkpoint": _allow_null(_check_source),
+    **dict.fromkeys(("seq_len", "batch_tokens", "micro_batch", "eval_every", "valid_tokens"), _expect_int(1)),
+    **dict.fromkeys(("save_every", "keep_checkpoints", "log_every", "probe_every", "max_bad_updates"), _expect_int(1)),
+    **dict.fromkeys(("sample_tokens", "seed", "max_rollbacks", "diverged_from"), _expect_int(0)),
+    "workers": _allow_null(_expect_int(0)),
+    **dict.fromkeys(("keep_every", "give_up_after", "replica_check_every"), _allow_null(_expect_int(1))),
+    **dict.fromkeys(("tokens", "tokens_per_parameter", "grad_clip", "diverged_above"), _expect_positive_or_null()),
+    "time_limit": _expect_positive_or_null(" of minutes"),
     **dict.fromkeys(("compile", "shard_optimizer", "paper_exact", "keep_best"), check_bool),
-    "on_save_error": _choice("stop", "continue"),
-    "on_bad_updates": _choice("rollback", "stop"),
-    "precision": _choice("auto", "bfloat16", "float32"),
+    "on_save_error": _expect_choice("stop", "continue"),
+    "on_bad_updates": _expect_choice("rollback", "stop"),
+    "precision": _expect_choice("auto", "bfloat16", "float32"),
     "reduce_dtype": _check_reduce_dtype,
     "trust": _check_trusted_names,
     **dict.fromkeys(("model", "data", "optim", "schedule"), _check_section),
-    "tracking": _or_null(_check_section),
+    "tracking": _allow_null(_check_section),
     "probes": lambda key, value: _check_section(key, value or {}),
 }

@@ -109,13 +109,13 @@ def encode_labelled(documents: Iterable[tuple[str, T]], tokenizer: Tokenizer) ->
     """
     waiting: deque[tuple[str, T]] = deque()
 
-    def texts() -> Iterator[str]:
+    def yield_texts() -> Iterator[str]:
         for text, label in documents:
             if text:
                 waiting.append((text, label))
                 yield text
 
-    for ids in encode_documents(texts(), tokenizer):
+    for ids in encode_documents(yield_texts(), tokenizer):
         yield *waiting.popleft(), ids
 
 

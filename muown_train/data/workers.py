@@ -184,7 +184,7 @@ class Share:
     number: int
     count: int
 
-    def blocks(self) -> Iterator[list[int]]:
+    def iterate_blocks(self) -> Iterator[list[int]]:
         """Yield indices for ever, in lists within which no stream comes twice."""
         begin = 0
         while True:
@@ -336,7 +336,7 @@ def _compute_answers(pickled: bytes, state: dict[str, Any], share: Share, stream
 def _compute_blocks(
     rows: StreamedRows, share: Share, streams: int
 ) -> Iterator[tuple[np.ndarray, list[dict[str, Any]]]]:
-    for indices in share.blocks():
+    for indices in share.iterate_blocks():
         ids = rows.take(indices)
         cursors = rows.state_dict()["streams"]
         yield ids, [cursors[str(index % streams)] for index in indices]

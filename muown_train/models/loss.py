@@ -40,7 +40,7 @@ def linear_cross_entropy(
     if torch.is_grad_enabled():
         loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, bias, softcap)  # type: ignore[no-untyped-call]
         return loss
-    return _forward(x, weight, targets, bias, softcap)
+    return _compute_loss(x, weight, targets, bias, softcap)
 
 
 def softcap_logits(logits: Tensor, c: float) -> Tensor:
@@ -56,7 +56,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x = torch.empty_like(x)
         grad_weight = torch.zeros_like(weight)
         grad_bias = None if bias is None else torch.zeros_like(bias)
-        loss = _forward(x, weight, targets, bias, softcap, (grad_x, grad_weight, grad_bias))
+        loss = _compute_loss(x, weight, targets, bias, softcap, (grad_x, grad_weight, grad_bias))
         ctx.save_for_backward(grad_x, grad_weight, grad_bias)
         return loss
 
@@ -68,7 +68,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_x * grad.to(grad_x.dtype), grad_weight * grad, None, grad_bias, None
 
 
-def _forward(
+def _compute_loss(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -89,7 +89,7 @@ def _forward(
         chunk, chunk_targets = x[start : start + rows], targets[start : start + rows, None]
         counts = chunk_targets != IGNORE
         chunk_targets = chunk_targets.where(counts, 0)
-        log_p, slope = _log_softmax(F.linear(chunk, weight, bias), softcap)
+        log_p, slope = _compute_log_softmax(F.linear(chunk, weight, bias), softcap)
         loss = loss - log_p.gather(1, chunk_targets).where(counts, 0).sum()
         if grads is None:
             continue
@@ -107,7 +107,7 @@ def _forward(
     return loss
 
 
-def _log_softmax(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+def _compute_log_softmax(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
     """Return the log-probabilities of logits (n, V) after the cap, and the cap's derivative (n, V) if there is a cap.
 
     Both are in float32.

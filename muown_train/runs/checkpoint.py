@@ -152,10 +152,10 @@ class _WriterThread(threading.Thread):
     def run(self) -> None:
         try:
             self.written = self.write()
-        except Exception as error:  # `result` raises it, so that all ranks learn of it
+        except Exception as error:  # `get_files` raises it, so that all ranks learn of it
             self.error = error
 
-    def result(self) -> files.Files:
+    def get_files(self) -> files.Files:
         """Return the files written, once the thread has ended; raise an OSError if it failed."""
         if isinstance(self.error, OSError):
             raise self.error
@@ -307,7 +307,7 @@ class Checkpoints:
         self._writer = None
         main, partial = self.world.is_main, files.get_partial_path(writer.final)
         try:
-            parts = self._attempt_on_all(writer.result)
+            parts = self._attempt_on_all(writer.get_files)
             index = {**writer.index, "files": {name: file for part in parts for name, file in part.items()}}
             self._attempt_on_all(lambda: files.publish(partial, writer.final, index) if main else None)
         except OSError:

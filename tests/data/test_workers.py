@@ -64,7 +64,7 @@ def test_a_run_goes_on_with_any_number_of_workers_and_ranks():
 def test_workers_share_rows_by_streams(start, step, streams, count):
     cycle = streams // gcd(streams, step)
     count = min(count, cycle)
-    shares = [Share(Progression(start, step), cycle, number, count).blocks() for number in range(count)]
+    shares = [Share(Progression(start, step), cycle, number, count).iterate_blocks() for number in range(count)]
     mine = [[next(blocks) for _ in range(8)] for blocks in shares]
     for blocks in mine:
         assert all(len({index % streams for index in block}) == len(block) <= BLOCK for block in blocks)

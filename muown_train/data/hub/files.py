@@ -82,7 +82,7 @@ class HubFiles:
         Args:
             key: identifies what is read, so that its failures are reported once.
         """
-        failures, stop = 0, self.retry.session()
+        failures, stop = 0, self.retry.start_session()
         while True:
             try:
                 for item in read(first):

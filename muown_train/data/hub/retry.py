@@ -41,8 +41,8 @@ class Retry:
         """The average time of waiting before giving up."""
         return sum(map(self._compute_pause, range(1, self.limit + 1))) / 60
 
-    def session(self) -> threading.Event:
-        """Return the argument for `wait` that a reader keeps, so that an interrupt ends its later waits too."""
+    def start_session(self) -> threading.Event:
+        """Return the session that a reader passes to `wait`, so that an interrupt ends its later waits too."""
         return self._stop
 
     def wait(self, failures: int, error: BaseException, session: threading.Event | None = None) -> None:

@@ -220,7 +220,7 @@ def test_a_wait_can_be_interrupted():
     policy = Retry(shortest=60)
     threading.Timer(0.1, policy.interrupt).start()
     start = time.monotonic()
-    session = policy.session()
+    session = policy.start_session()
     with pytest.raises(Interrupted):
         policy.wait(1, TimeoutError(), session)
     with pytest.raises(Interrupted):  # one that was about to wait when it was interrupted
