@@ -22,17 +22,10 @@ from torch.optim.optimizer import ParamsT
 
 from .core.base import Group, State, collect_defaults
 from .core.checks import check_bool, check_choice, check_number, check_numbers
+from .core.magnitudes import MAGNITUDE_STATE, clamp_away_from_zero, step_magnitudes
 from .core.matrix import Extras, MatrixOptimizer, Number, subtract_scaled
 from .core.orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
-from .core.weight_norm import (
-    MAGNITUDE_STATE,
-    clamp_away_from_zero,
-    count_zero_rows,
-    row_norms,
-    split_gradient,
-    step_directions,
-    step_magnitudes,
-)
+from .core.weight_norm import count_zero_rows, row_norms, split_gradient, step_directions
 
 FLOOR = 1e-12  # the least |g|, as a fraction of its first value
 

@@ -16,16 +16,10 @@ from torch.optim.optimizer import ParamsT
 
 from .core.base import Group, State, collect_defaults
 from .core.checks import check_number
+from .core.magnitudes import clamp_away_from_zero
 from .core.matrix import Extras, MatrixOptimizer, Number, subtract_scaled
 from .core.orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
-from .core.weight_norm import (
-    clamp_away_from_zero,
-    count_zero_rows,
-    direction_to_weight,
-    row_norms,
-    split_gradient,
-    weight_to_direction,
-)
+from .core.weight_norm import count_zero_rows, direction_to_weight, row_norms, split_gradient, weight_to_direction
 from .muown import check_no_zero_rows, create_magnitude_state, reset_magnitudes
 
 

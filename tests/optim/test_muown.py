@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muown_train.optim import Muown
-from muown_train.optim.core.weight_norm import clamp_away_from_zero
+from muown_train.optim.core.magnitudes import clamp_away_from_zero
 from muown_train.optim.muown import FLOOR
 
 

@@ -3,14 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muown_train.optim.core.weight_norm import (
-    MAGNITUDE_STATE,
-    direction_to_weight,
-    row_norms,
-    split_gradient,
-    step_magnitudes,
-    weight_to_direction,
-)
+from muown_train.optim.core.magnitudes import MAGNITUDE_STATE, step_magnitudes
+from muown_train.optim.core.weight_norm import direction_to_weight, row_norms, split_gradient, weight_to_direction
 
 
 def parts(seed, *shape):
