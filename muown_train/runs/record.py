@@ -168,7 +168,7 @@ class RunRecord:
         known = "ranks" in self.manifest and "device" in self.manifest
         return f"{self.manifest['ranks']} x {self.manifest['device']}" if known else None
 
-    def smoothed_training_loss(self, against: str = "step") -> Series:
+    def smooth_training_loss(self, against: str = "step") -> Series:
         """Return centred means of the training loss over SMOOTHED of the steps so far; at the ends over fewer.
 
         Losses that are not finite, those of skipped steps, do not count.

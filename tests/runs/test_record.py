@@ -48,7 +48,7 @@ def test_broken_lines_and_numbers_that_are_none(tmp_path):
     assert run.step == 4
     steps, losses = run.series("train/loss")
     assert steps.tolist() == [2, 3] and math.isnan(losses[0]) and losses[1] == 1.0
-    assert run.training_loss == 1.0 and run.smoothed_training_loss()[1].tolist() == [1.0]
+    assert run.training_loss == 1.0 and run.smooth_training_loss()[1].tolist() == [1.0]
     assert run.series("valid/loss", "tokens")[0].tolist() == [0, 400] and math.isnan(run.last("valid/loss"))
     assert [len(of) for of in run.series("no/such", "tokens")] == [0, 0]
 

@@ -23,7 +23,7 @@ _FAR_APART = 10.0  # budgets that differ by more than this factor are drawn on a
 LossReader = Callable[[RunRecord, str], Series]  # returns a loss against step, tokens or time
 _LOSSES: dict[str, LossReader] = {
     "validation": lambda run, against: run.series("valid/loss", against),
-    "training": lambda run, against: run.smoothed_training_loss(against),
+    "training": lambda run, against: run.smooth_training_loss(against),
 }
 
 
