@@ -66,10 +66,12 @@ def test_killed_for_real(tmp_path, kill):
 
 
 @pytest.mark.parametrize("seconds", [0.2, *(pytest.param(k / 10, marks=pytest.mark.slow) for k in range(3, 16))])
-def test_interrupted_at_any_moment(source, tmp_path, seconds):
-    """While libraries are imported, for the most part."""
+def test_interrupted_at_any_moment(tmp_path, seconds):
+    """Most of these moments are while libraries are imported."""
     (tmp_path / "a.txt").write_text("many words " * 3_000_000)
-    words = [f"data.tokenizer={source[1]['tokenizer']}", f"data.train={tmp_path}/*.*t*", f"out={tmp_path / 'out'}"]
+    (tmp_path / "tokenizer.json").write_text(word_tokenizer_json())
+    files = (f"data.tokenizer={tmp_path}/tokenizer.json", f"data.train={tmp_path}/*.txt")
+    words = [*files, f"out={tmp_path / 'out'}"]
     process = command("data=files", *words)
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
