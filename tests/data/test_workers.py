@@ -182,7 +182,8 @@ try:
         print("up", flush=True)
     rows.take([0])
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)
-    time.sleep(60)
+    for _ in range(600):  # a signal just before one long sleep would be noticed at its end
+        time.sleep(0.1)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 """
