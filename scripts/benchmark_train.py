@@ -48,7 +48,7 @@ from muown_train.training.run import Run
 
 # width 256, 6 layers, vocabulary 4096, a step of one micro-batch of 16 x 256 tokens, as in docs/performance.md
 DEFAULT = "model.dim=256 model.layers=6 seq_len=256 micro_batch=16 batch_tokens=4096"
-SIZE = 2048  # rows and columns of the matrices whose product gives the machine's rate
+SIZES = (512, 2048)  # rows and columns of the matrices whose product gives the rate of a slow machine, and of others
 FIXED = ("data", "out", "name", "tracking")  # keys that may not be given
 PARTS = ("data", "forward", "backward", "optimizer", "rest")
 
@@ -144,10 +144,18 @@ def time_parts(contender: Contender, steps: int) -> dict[str, float]:
     return {part: statistics.median(seconds[part]) for part in PARTS}
 
 
-def make_product(dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+def make_product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
     """Return a function that multiplies square matrices, at the rate of the machine's matrix units."""
-    a, b = (torch.randn(SIZE, SIZE, device=device).to(dtype) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return lambda: a @ b
+
+
+def choose_product_size(device: torch.device) -> int:
+    """Return the size of the products: a CPU without bfloat16 units takes seconds for a large one."""
+    small, large = SIZES
+    multiply = make_product(small, torch.bfloat16, device)
+    time_call(multiply, device)  # warms the caches
+    return large if time_call(multiply, device) < 0.01 else small
 
 
 def time_in_turns(
@@ -182,16 +190,22 @@ def time_in_turns(
     return seconds
 
 
-def measure(contenders: dict[str, Contender], rounds: int) -> tuple[dict[str, list[float]], dict[bool, float]]:
-    """Return the seconds of each round's steps, and the FLOP/s of products in bfloat16 (true) and float32 (false)."""
+def measure(
+    contenders: dict[str, Contender], rounds: int, size: int
+) -> tuple[dict[str, list[float]], dict[bool, float]]:
+    """Return the seconds of each round's steps, and the FLOP/s of products in bfloat16 (true) and float32 (false).
+
+    Args:
+        size: rows and columns of the matrices of the products.
+    """
     device = next(iter(contenders.values())).device
-    products = {True: make_product(torch.bfloat16, device), False: make_product(torch.float32, device)}
+    products = {True: make_product(size, torch.bfloat16, device), False: make_product(size, torch.float32, device)}
     rates: dict[bool, list[float]] = {low: [] for low in products}
 
     def measure_rates() -> None:
         for low, multiply in products.items():
             time_call(multiply, device)  # warms the caches
-            rates[low].append(2 * SIZE**3 / time_call(multiply, device))
+            rates[low].append(2 * size**3 / time_call(multiply, device))
 
     seconds = time_in_turns(contenders, rounds, before=measure_rates)
     return seconds, {low: statistics.median(measured) for low, measured in rates.items() if measured}
@@ -199,10 +213,11 @@ def measure(contenders: dict[str, Contender], rounds: int) -> tuple[dict[str, li
 
 def format_table(contenders: dict[str, Contender], rounds: int) -> Iterator[str]:
     """Measure the contenders and yield the lines of the table as Markdown."""
-    seconds, rates = measure(contenders, rounds)
+    size = choose_product_size(next(iter(contenders.values())).device)
+    seconds, rates = measure(contenders, rounds, size)
     if rounds:
         yield (
-            f"products of {SIZE} x {SIZE} matrices: {rates[False] / 1e12:.2f} TFLOP/s in float32, "
+            f"products of {size} x {size} matrices: {rates[False] / 1e12:.2f} TFLOP/s in float32, "
             f"{rates[True] / 1e12:.2f} in bfloat16\n"
         )
     timed = ("tokens/s", "speed-up", "step, ms", *PARTS, "of matrix rate") if rounds else ()
