@@ -63,7 +63,7 @@ def test_a_signal_before_the_time_limit_saves_and_requeues(train, tmp_path, unin
     job.wait("COMPLETED")
     log = job.log.read_text()
     assert "SIGUSR1: stopping after this step and saving" in log and "stopped before the time limit: requeued" in log
-    assert f"going on after update {saved}" in log
+    assert f"going on after step {saved}" in log
     assert losses(tmp_path / "run") == uninterrupted
 
 
@@ -78,7 +78,7 @@ def test_a_preempted_run_goes_on_from_its_last_checkpoint(cluster, train, tmp_pa
     other.wait("COMPLETED")
     job.wait("COMPLETED")
     log = job.log.read_text()
-    assert "going on after update" in log and ("was preempted: requeued" in log) == (grace > 0)
+    assert "going on after step" in log and ("was preempted: requeued" in log) == (grace > 0)
     assert losses(tmp_path / "run") == uninterrupted
 
 
