@@ -21,7 +21,7 @@ def rows(output: str) -> dict[str, list[str]]:
 @pytest.mark.slow
 def test_it_compares_configurations_with_a_plain_loop():
     arguments = ["", "optim=adamw micro_batch=1", "", "--common", SMALL, "--against", "torch", "--rounds", "3"]
-    ran = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr
     found = rows(ran.stdout)
     assert list(found)[2:] == ["torch", "default", "optim=adamw micro_batch=1", "default (3)"]
@@ -65,6 +65,6 @@ def test_it_measures_two_ranks():
         )
         for rank in range(2)
     ]
-    outputs = [process.communicate(timeout=120)[0] for process in both]
+    outputs = [process.communicate(timeout=240)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert "default" in rows(outputs[0]) and not outputs[1]
