@@ -4,12 +4,14 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.helpers.paths import FIXTURES, ROOT
 
@@ -117,9 +119,16 @@ class Job:
         pytest.fail(f"no process of rank {rank}: {self.told()}")
 
 
-@pytest.fixture(scope="session")
-def cluster(tmp_path_factory) -> Iterator[Cluster]:
-    """Started for these tests, stopped after them; the machine can have one at a time."""
+@pytest.fixture(scope="module")
+def _turn() -> Iterator[None]:
+    """The machine can have one cluster at a time: of processes that share the tests one waits for the other."""
+    with FileLock(Path(tempfile.gettempdir()) / "muown_train-slurm-cluster.lock"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def cluster(_turn, tmp_path_factory) -> Iterator[Cluster]:
+    """A cluster that is started for these tests and stopped after them."""
     if reason := missing():
         pytest.skip(reason)
     state = tmp_path_factory.mktemp("slurm")

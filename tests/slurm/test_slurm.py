@@ -9,7 +9,11 @@ from tests.helpers.paths import COMMAND
 from tests.helpers.runs import SMALL, losses, metrics
 from tests.slurm.conftest import Job, missing, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),  # another process that shares the tests may have the cluster first
+    pytest.mark.skipif(missing() is not None, reason=missing() or ""),
+]
 STEPS = 300
 
 
@@ -32,7 +36,7 @@ def train(cluster, corpus, tmp_path):
     return submit
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def uninterrupted(cluster, corpus, tmp_path_factory) -> list[float]:
     """The losses of a run that nothing disturbs."""
     out = tmp_path_factory.mktemp("uninterrupted")
