@@ -24,6 +24,7 @@ from muown_train.cli.messages import check_flags, explain_error
 from muown_train.cli.process import speed_up_torch_import
 from muown_train.config.compose import CONFIG_DIR, check_config, load_config, register_resolvers
 from muown_train.config.overrides import quote_text
+from muown_train.config.renamed_names import update_overrides
 from muown_train.config.schema import RunConfig
 from muown_train.runtime.atomic_files import write_atomic
 from muown_train.runtime.redaction import redact, redact_tracebacks
@@ -118,7 +119,7 @@ def _run_hydra(words: Sequence[str]) -> None:
         check_flags(words)
     if {"-sc", "--shell-completion"} & set(words):
         sys.argv[0] = "muown-train"  # the name that shells complete; Hydra's functions cannot for `python -m`
-    sys.argv[1:] = [word if word.startswith("-") else quote_text([word])[0] for word in words]
+    sys.argv[1:] = [word if word.startswith("-") else quote_text(update_overrides([word]))[0] for word in words]
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # lets errors in the overrides reach `report_errors`
     try:
