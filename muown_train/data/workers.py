@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import itertools
 import math
 import multiprocessing
 import os
@@ -26,10 +27,10 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -103,10 +104,10 @@ class Workers:
         for k, index in enumerate(map(int, indices)):
             if self._closed or self._error:
                 raise self._error or RuntimeError("the data were closed")
-            if self._pool is None or self._pool.remaining.index != index:
+            if self._pool is None or self._pool.remaining[0] != index:
                 behind = index - self._last if self._last is not None else 1
                 step = int(indices[k + 1]) - index if k + 1 < len(indices) else behind
-                self._start(Progression(index, step if step > 0 else 1))
+                self._start(range(index, 1 << 62, step if step > 0 else 1))
             result[k] = self._next_row(index)
         return result
 
@@ -139,10 +140,10 @@ class Workers:
         self._visited = StreamsVisited(self.streams)
         self._last: int | None = None  # last index taken since the state was loaded
 
-    def _start(self, start: Progression) -> None:
+    def _start(self, indices: range) -> None:
         if self._pool is not None:
             self._pool.close()
-        self._pool = _Pool(self._pickled, self.state_dict(), start, self.streams, self._count)
+        self._pool = _Pool(self._pickled, self.state_dict(), indices, self.streams, self._count)
         weakref.finalize(self, self._pool.close)
         if self._closed:  # `close` was called while they started
             self._pool.close()
@@ -163,50 +164,33 @@ class Workers:
         return row
 
 
-@dataclass(frozen=True)
-class Progression:
-    """The indices index, index + step, index + 2 step, …"""
-
-    index: int
-    step: int
-
-    def advance(self, count: int) -> Progression:
-        """Return the progression without its first `count` indices."""
-        return Progression(self.index + count * self.step, self.step)
+Share = tuple[range, int, int, int]  # the arguments of `iterate_blocks`
 
 
-@dataclass(frozen=True)
-class Share:
-    """The rows that one worker computes: of each `cycle` rows of the progression the rows number, number + count, …"""
+def iterate_blocks(indices: range, cycle: int, number: int, count: int) -> Iterator[list[int]]:
+    """Yield the indices of worker `number` of `count`, in lists within which no stream comes twice.
 
-    start: Progression
-    cycle: int
-    number: int
-    count: int
-
-    def iterate_blocks(self) -> Iterator[list[int]]:
-        """Yield indices for ever, in lists within which no stream comes twice."""
-        begin = 0
-        while True:
-            own = range(begin + self.number, begin + self.cycle, self.count)
-            for k in range(0, len(own), BLOCK):
-                yield [self.start.advance(row).index for row in own[k : k + BLOCK]]
-            begin += self.cycle
+    Of each `cycle` indices they are number, number + count, …
+    """
+    for begin in itertools.count(step=cycle):
+        own = indices[begin + number : begin + cycle : count]
+        for k in range(0, len(own), BLOCK):
+            yield list(own[k : k + BLOCK])
 
 
 class _Pool:
     """Processes that compute the rows of a progression of indices; each owns some of the streams."""
 
-    def __init__(self, pickled: bytes, state: dict[str, Any], start: Progression, streams: int, count: int) -> None:
-        self.remaining = start  # the rows from the next one on
-        self._cycle = streams // math.gcd(streams, start.step)
+    def __init__(self, pickled: bytes, state: dict[str, Any], indices: range, streams: int, count: int) -> None:
+        self.remaining = indices  # those from the next row on
+        self._cycle = streams // math.gcd(streams, indices.step)
         self._row = 0
         self._workers: list[_Worker] = []
         atexit.register(self.close)  # runs before multiprocessing's own, which would wait for the processes
         count = min(count, self._cycle)
         try:
             for number in range(count):
-                self._workers.append(_start_worker(pickled, state, Share(start, self._cycle, number, count), streams))
+                self._workers.append(_start_worker(pickled, state, (indices, self._cycle, number, count), streams))
         except BaseException:
             self.close()
             raise
@@ -216,7 +200,7 @@ class _Pool:
         if not worker.rows:
             worker.receive()
         self._row += 1
-        self.remaining = self.remaining.advance(1)
+        self.remaining = self.remaining[1:]
         return worker.rows.popleft()
 
     def close(self) -> None:
@@ -248,8 +232,8 @@ class _Worker:
         except (EOFError, OSError):
             self.process.join()
             raise ChildProcessError(self._describe_end()) from None
-        if isinstance(answer, Failure):
-            raise answer.to_exception()
+        if isinstance(answer, BaseException):
+            raise answer
         self.rows.extend(zip(*answer, strict=True))
 
     def _describe_end(self) -> str:
@@ -263,7 +247,7 @@ class _Worker:
 def _start_worker(pickled: bytes, state: dict[str, Any], share: Share, streams: int) -> _Worker:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    name = f"data worker {share.number + 1} of {share.count}"
+    name = f"data worker {share[2] + 1} of {share[3]}"
     arguments = (pickled, state, share, streams, sender)
     process = context.Process(target=_run_worker, args=arguments, name=name, daemon=True)
     with _block_signals(NOT_FOR_WORKERS):
@@ -283,36 +267,28 @@ def _block_signals(signals: set[signal.Signals]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class Failure(NamedTuple):
-    """An exception of a worker, in a form that can be sent."""
+def make_sendable(error: BaseException) -> BaseException:
+    """Return an exception that can be pickled, with the worker's traceback as a note.
 
-    pickled: bytes | None
-    builtin: type[BaseException]
-    message: str
-    trace: str
-
-    @classmethod
-    def from_exception(cls, error: BaseException) -> Failure:
-        pickled = None
-        with suppress(Exception):
-            raw = pickle.dumps(error)
-            pickled = raw if str(pickle.loads(raw)) == str(error) else None
+    It is the exception itself, or one of its nearest built-in type with the same message.
+    """
+    message = str(error)
+    try:
+        is_sendable = str(pickle.loads(pickle.dumps(error))) == message
+    except Exception:
+        is_sendable = False
+    if not is_sendable:
         builtin = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
-        return cls(pickled, builtin, str(error), traceback.format_exc())
-
-    def to_exception(self) -> BaseException:
-        """Return the exception as it was, or one of its nearest built-in type with the same message."""
-        error: BaseException
         try:
-            error = pickle.loads(self.pickled) if self.pickled is not None else self.builtin(self.message)
-        except Exception:
-            error = RuntimeError(self.message)
-        error.add_note(f"In the worker:\n{self.trace}")
-        return error
+            error = builtin(message)
+        except TypeError:  # this kind takes other arguments
+            error = RuntimeError(message)
+    error.add_note(f"In the worker:\n{traceback.format_exc()}")
+    return error
 
 
 def _run_worker(pickled: bytes, state: dict[str, Any], share: Share, streams: int, out: connection.Connection) -> None:
-    """Send pairs ((k, T+1) int32, k cursors) until a Failure, which is the last; the main function of a worker."""
+    """Send pairs ((k, T+1) int32, k cursors) until an exception, which is the last; the main function of a worker."""
     os.environ.update(ONE_THREAD)
     threading.Thread(target=_exit_with_main_process, daemon=True).start()
     try:
@@ -330,13 +306,13 @@ def _compute_answers(pickled: bytes, state: dict[str, Any], share: Share, stream
     except GeneratorExit:
         raise
     except BaseException as error:
-        yield Failure.from_exception(error)
+        yield make_sendable(error)
 
 
 def _compute_blocks(
     rows: StreamedRows, share: Share, streams: int
 ) -> Iterator[tuple[np.ndarray, list[dict[str, Any]]]]:
-    for indices in share.iterate_blocks():
+    for indices in iterate_blocks(*share):
         ids = rows.take(indices)
         cursors = rows.state_dict()["streams"]
         yield ids, [cursors[str(index % streams)] for index in indices]

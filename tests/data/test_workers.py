@@ -20,7 +20,7 @@ from muown_train.data import workers
 from muown_train.data.loader import Loader
 from muown_train.data.rows import TokenRows
 from muown_train.data.text.tokenizer import HubTokenizer
-from muown_train.data.workers import AHEAD, BLOCK, NOT_FOR_WORKERS, Failure, Progression, Share, Workers, add_workers
+from muown_train.data.workers import AHEAD, BLOCK, NOT_FOR_WORKERS, Workers, add_workers, iterate_blocks, make_sendable
 from tests.helpers.sources import Logged, Odd, stream_rows
 from tests.helpers.text_files import union, word_tokenizer_json
 
@@ -64,7 +64,8 @@ def test_a_run_goes_on_with_any_number_of_workers_and_ranks():
 def test_workers_share_rows_by_streams(start, step, streams, count):
     cycle = streams // gcd(streams, step)
     count = min(count, cycle)
-    shares = [Share(Progression(start, step), cycle, number, count).iterate_blocks() for number in range(count)]
+    indices = range(start, 1 << 62, step)
+    shares = [iterate_blocks(indices, cycle, number, count) for number in range(count)]
     mine = [[next(blocks) for _ in range(8)] for blocks in shares]
     for blocks in mine:
         assert all(len({index % streams for index in block}) == len(block) <= BLOCK for block in blocks)
@@ -118,7 +119,7 @@ def test_a_worker_killed_from_outside_is_an_error_at_once():
 
 @pytest.mark.parametrize("error", [UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), KeyError("text"), Odd(404, "gone")])
 def test_errors_keep_type_or_nearest_type_and_message(error):
-    received = pickle.loads(pickle.dumps(Failure.from_exception(error))).to_exception()
+    received = pickle.loads(pickle.dumps(make_sendable(error)))
     assert isinstance(error, type(received)) and isinstance(received, ValueError | KeyError)
     assert str(received) == str(error)
 
