@@ -1,19 +1,22 @@
 """The weight matrices that a model declares; a fused matrix counts block by block, even where Muon sees it as one."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from muown_train.optim.core.layouts import split_matrices
 from muown_train.optim.param_groups import canonical_name, parameter_roles
 
 
 class Matrix(NamedTuple):
-    """A weight matrix, or one row block of a fused one."""
+    """A weight matrix, or one of those in a parameter that has several: row blocks, experts."""
 
-    name: str  # blocks.0.mlp.out.weight; blocks.0.attention.qkv.weight:1 for the second block of a fused matrix
+    name: str  # blocks.0.mlp.out.weight; blocks.0.attention.qkv.weight:1 for the second matrix of a parameter
     parameter: nn.Parameter
-    rows: slice
+    options: dict[str, Any]  # how the parameter is stored, see `split_matrices`
+    position: int  # among the parameter's matrices
+    rows: slice  # in a vector with a number for each row of the parameter's matrices
 
     @property
     def parameter_name(self) -> str:
@@ -21,8 +24,10 @@ class Matrix(NamedTuple):
         return self.name.split(":")[0]
 
     def take_rows(self, tensor: Tensor) -> Tensor:
-        """Return the matrix's rows of a tensor laid out as the parameter: weights, gradient (m, n), magnitudes (m,)."""
-        return tensor[self.rows]
+        """Return the matrix's part of a tensor laid out as the parameter, (m, n), or of a vector of all rows, (m,)."""
+        if tensor.ndim == 1:
+            return tensor[self.rows]
+        return split_matrices(tensor, self.options, like=self.parameter)[self.position]
 
 
 def find_matrices(model: nn.Module) -> Iterator[Matrix]:
@@ -30,13 +35,12 @@ def find_matrices(model: nn.Module) -> Iterator[Matrix]:
     roles = parameter_roles(model)
     for full_name, parameter in model.named_parameters():
         name = canonical_name(full_name)
-        role, blocks = roles[name]
-        if role != "matrix":
+        role = roles[name]
+        if role.role != "matrix":
             continue
-        if blocks is None:
-            yield Matrix(name, parameter, slice(None))
-            continue
+        options = {"blocks": role.blocks, "layout": role.layout, "transposed": role.transposed}
+        matrices = split_matrices(parameter.detach(), options)
         start = 0
-        for i, rows in enumerate(blocks):
-            yield Matrix(f"{name}:{i}", parameter, slice(start, start + rows))
-            start += rows
+        for i, matrix in enumerate(matrices):
+            rows = slice(start, start := start + matrix.shape[0])
+            yield Matrix(f"{name}:{i}" if len(matrices) > 1 else name, parameter, options, i, rows)

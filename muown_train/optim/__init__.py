@@ -1,6 +1,7 @@
 """Muown and related optimizers as torch optimizers; this package imports torch alone."""
 
 from .combined import Combined
+from .describe import describe
 from .lion import Lion
 from .muon import Muon
 from .muown import Muown
@@ -19,6 +20,7 @@ __all__ = [
     "MuownSign",
     "NorMuon",
     "NorMuown",
+    "describe",
     "param_groups",
     "parameter_roles",
     "shard",

@@ -61,7 +61,7 @@ def build_optimizer(optim: _Settings, model: nn.Module, trust: Sequence[str] = (
         for group in groups:
             sections = {section: optimizer.keywords, f"{section}.{group['role']}": roles.get(group["role"], {})}
             sections |= {f"optim.patterns.{name}": own for name, own in group.get("patterns", {}).items()}
-            _check_values(optimizer.func, sections, group["params"][0][1].ndim)
+            _check_values(optimizer.func, sections, group)
         parts.append(_construct(optimizer, groups, section))
     return Combined(*parts)
 
@@ -119,7 +119,7 @@ def check_patterns(patterns: Any, names: list[str]) -> Mapping[str, _Settings]:
     return patterns
 
 
-def _check_values(optimizer: Callable[..., Optimizer], sections: Mapping[str, _Settings], ndim: int) -> None:
+def _check_values(optimizer: Callable[..., Optimizer], sections: Mapping[str, _Settings], group: _ParamGroup) -> None:
     """Refuse a value by the section that holds it.
 
     An optimizer of torch checks the arguments of its constructor but no options of a group. So the settings of a group
@@ -127,12 +127,14 @@ def _check_values(optimizer: Callable[..., Optimizer], sections: Mapping[str, _S
 
     Args:
         sections: the settings of one group by section; later sections win.
-        ndim: dimensions of the group's parameters.
+        group: the group, of whose parameters the dimensions and the layout count.
     """
     settings: dict[str, Any] = {}
+    ones = nn.Parameter(torch.ones([1] * group["params"][0][1].ndim))
+    layout = {key: group[key] for key in ("layout", "transposed") if key in group}
     for section, own in sections.items():
         settings |= own
-        _construct(partial(optimizer, **settings), [nn.Parameter(torch.ones([1] * ndim))], section)
+        _construct(partial(optimizer, **settings), [{"params": [ones], **layout}], section)
 
 
 def _construct(optimizer: partial[Any], params: list[Any], section: str) -> Optimizer:

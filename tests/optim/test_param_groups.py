@@ -138,3 +138,142 @@ def test_training_a_model_lowers_its_loss():
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 0.6 * losses[0]
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, inner, outer, stride):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.BatchNorm2d(outer)
+        self.conv2, self.bn2 = nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm2d(outer)
+        if stride > 1:
+            self.downsample = nn.Sequential(nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer))
+
+
+class ResNet18(nn.Module):
+    def __init__(self, classes=10):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64)
+        widths = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
+        self.layers = nn.ModuleList(
+            nn.Sequential(BasicBlock(inner, outer, stride), BasicBlock(outer, outer, 1))
+            for inner, outer, stride in widths
+        )
+        self.fc = nn.Linear(512, classes)
+        self.fc.role = "head"
+
+
+def test_a_resnet_goes_to_the_matrix_optimizer():
+    with torch.device("meta"):
+        model = ResNet18()
+    matrix, rest = param_groups(model, conv="matrix")
+    assert [{**group, "params": len(group["params"])} for group in matrix] == [
+        {"params": 20, "role": "matrix", "blocks": None, "layout": "conv"}
+    ]
+    assert [group["role"] for group in rest] == ["vector", "head"]
+    weights = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    assert sum(p.numel() for _, p in matrix[0]["params"]) > 0.95 * weights
+    with pytest.raises(ValueError, match="20 parameters of the model") as error:
+        param_groups(model)
+    assert all(name in str(error.value) for name, p in model.named_parameters() if p.ndim == 4)
+    assert str(error.value).count('conv="matrix"') == 1
+
+
+def test_convolutions():
+    model = nn.ModuleDict(
+        {
+            "one_channel": nn.Conv1d(1, 4, 3),
+            "grouped": nn.Conv2d(6, 4, 3, groups=2),
+            "depthwise": nn.Conv3d(4, 8, 3, groups=4),
+            "up": nn.ConvTranspose2d(4, 6, 3),
+            "up_declared": nn.ConvTranspose2d(4, 6, 3, groups=2),
+            "vector": nn.Conv1d(2, 4, 3),
+        }
+    )
+    model["vector"].role = "vector"
+    model["up_declared"].layout = "conv"
+    roles = parameter_roles(model, conv="matrix")
+    assert {name.split(".")[0]: role for name, role in roles.items() if name.endswith("weight")} == {
+        "one_channel": ParamRole("matrix", None, "conv"),
+        "grouped": ParamRole("matrix", (2, 2), "conv"),
+        "depthwise": VECTOR,
+        "up": VECTOR,
+        "up_declared": ParamRole("matrix", (2, 2), "conv"),
+        "vector": VECTOR,
+    }
+    with pytest.raises(ValueError, match=r"conv must be one of None, 'matrix', got 'matrices'"):
+        param_groups(model, conv="matrices")
+    for key in ("one_channel", "grouped", "depthwise", "up"):
+        model[key].role = "matrix"
+    assert {role.layout for name, role in parameter_roles(model).items() if role.role == "matrix"} == {"conv"}
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.ones(3, 4, 6)), nn.Parameter(torch.ones(3, 6, 2))
+        self.up_bias, self.token = nn.Parameter(torch.ones(3, 6)), nn.Parameter(torch.ones(1, 1, 6))
+
+
+def test_a_module_declares_how_its_parameters_are_stored():
+    model = Experts()
+    model.role, model.layout, model.transposed = {"token": "vector"}, "experts", True
+    model.row_blocks = {"up": (3, 3)}
+    assert parameter_roles(model) == {
+        "up": ParamRole("matrix", (3, 3), "experts", True),
+        "down": ParamRole("matrix", None, "experts", True),
+        "up_bias": VECTOR,
+        "token": VECTOR,
+    }
+    linear = nn.Linear(4, 6)
+    linear.transposed, linear.row_blocks = True, (2, 2)
+    assert parameter_roles(linear)["weight"] == ParamRole("matrix", (2, 2), None, True)
+    matrix, _ = param_groups(linear, blocks=False)
+    assert [list(group) for group in matrix] == [["params", "role", "blocks", "transposed"]]
+    assert matrix[0]["blocks"] is None
+
+
+def test_errors_of_declarations_come_together():
+    model = Experts()
+    model.layout, model.transposed = {"up": "expert", "down": "experts", "up_bias": "experts"}, {"down": "yes"}
+    with pytest.raises(ValueError) as error:
+        parameter_roles(nn.ModuleList([model]))
+    assert str(error.value).splitlines() == [
+        "3 parameters of the model cannot be given to an optimizer:",
+        "  0.up: its module declares layout 'expert', not one of conv, experts",
+        "  0.down: its module declares transposed 'yes', not True or False",
+        "  0.token has 3 dimensions, shape (1, 1, 6), and its module gives it no role",
+        '  -> set role = "vector" on the module, for an optimizer that can take it, or layout = "experts" if it is a '
+        "batch of matrices (experts, out, in), with transposed = True if they are stored (experts, in, out)",
+    ]
+    model.layout, model.transposed, model.row_blocks = {"token": "experts"}, None, {"up": (3, 3)}
+    model.up.requires_grad_(False)
+    model.down.requires_grad_(False)
+    assert [group["layout"] for group in param_groups(model)[0] if "layout" in group] == ["experts"]
+    with pytest.raises(ValueError, match="2 parameters"):
+        param_groups(model, frozen=True)
+    model.layout = "experts"
+    with pytest.raises(ValueError, match=r"up: row_blocks must be .* 4 rows, got \(3, 3\)"):
+        param_groups(model, frozen=True)
+
+
+def test_frozen_parameters_are_taken_on_request():
+    model = Model(tied=False)
+    matrix, rest = param_groups(model)
+    model.requires_grad_(False)
+    assert names(param_groups(model)[0]) == names(param_groups(model)[1]) == [[]]
+    everything = param_groups(model, frozen=True)
+    assert (names(everything[0]), names(everything[1])) == (names(matrix), names(rest))
+
+
+@pytest.mark.parametrize("model", [nn.LayerNorm(3), nn.Linear(3, 2, bias=False)])
+def test_a_model_may_lack_matrices_or_all_others(model):
+    matrix, rest = param_groups(model)
+    combined = Combined(Muown(matrix, lr=0.1), torch.optim.AdamW(rest, lr=0.1))
+    together = torch.optim.AdamW(matrix + rest, lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.randn(4, 3)).square().sum().backward()
+    for optimizer in (combined, together):
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+    assert all((p != old).any() for p, old in zip(model.parameters(), before, strict=True))
+    assert sum(len(group["params"]) for group in matrix + rest) == len(before)

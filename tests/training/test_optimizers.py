@@ -1,9 +1,11 @@
 """Settings of single parameters: whom they reach, what is shown of them, and what is wrong said before a run starts."""
 
 import pytest
+import torch
+from torch import nn
 
 from muown_train.runs.manifest import describe_groups
-from muown_train.training.optimizers import split_param_groups
+from muown_train.training.optimizers import build_optimizer, split_param_groups
 from tests.helpers.runs import built
 
 
@@ -70,3 +72,15 @@ def test_a_wrong_value_elsewhere_is_not_laid_to_a_pattern(corpus, tmp_path):
         built(corpus, tmp_path, patterns, "optim.lr=-1", "optim.rest.lr=1")
     with pytest.raises(ValueError, match=r"^optim.rest.embedding.lr: Invalid learning rate: -1"):
         built(corpus, tmp_path, patterns, "optim.rest.embedding.lr=-1")
+
+
+def test_weights_of_convolutions_and_experts_reach_the_optimizer_of_matrices():
+    model = nn.ModuleDict({"conv": nn.Conv2d(3, 4, 3), "experts": nn.Module()})
+    model["experts"].up = nn.Parameter(torch.randn(2, 6, 4))
+    model["conv"].layout, model["experts"].layout, model["experts"].transposed = "conv", "experts", True
+    rest = {"_target_": "torch.optim.AdamW", "lr": 0.5}
+    optimizer = build_optimizer(
+        {"_target_": "muown_train.optim.Muown", "lr": 0.25, "row_blocks": True, "rest": rest}, model
+    )
+    assert [group.get("layout") for group in optimizer.param_groups] == ["conv", "experts", None]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25, 0.5]
