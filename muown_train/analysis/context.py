@@ -16,6 +16,7 @@ from muown_train.analysis.matrices import Matrix, find_matrices
 from muown_train.data.loader import Loader
 from muown_train.data.rows import RowSource
 from muown_train.models.language_model import LanguageModel
+from muown_train.optim.muown import list_row_norms
 from muown_train.optim.param_groups import canonical_name
 from muown_train.runtime.distributed import World
 
@@ -114,11 +115,21 @@ def make_magnitude_reader(optimizer: Optimizer, model: nn.Module, world: World) 
     names: dict[Tensor, str] = {p: canonical_name(name) for name, p in model.named_parameters()}
 
     def gather_magnitudes() -> dict[str, Magnitudes]:
+        # before its first step a parameter has no state: g and r are then the norms of its rows
+        magnitudes = {
+            names[p]: Magnitudes(norms, norms)
+            for group in optimizer.param_groups
+            if "magnitude" in group and group.get("reparameterize", True)
+            for p in group["params"]
+            for norms in [list_row_norms(p.detach(), group).cpu()]
+        }
         own = {
             names[p]: Magnitudes(state["magnitude"].cpu(), state["row_norm"].cpu())
             for p, state in optimizer.state.items()
             if "magnitude" in state
         }
-        return {name: magnitudes for part in world.gather(own) for name, magnitudes in part.items()}
+        for part in world.gather(own):
+            magnitudes.update(part)
+        return magnitudes
 
     return gather_magnitudes

@@ -122,11 +122,12 @@ def run_muown_sign(
     generator = torch.Generator().manual_seed(seed)
     W = nn.Parameter(problem.start.clone())
     optimizer = MuownSign([W], lr=rates.step, magnitude_lr=rates.step, momentum=rates.momentum)
-    state = optimizer.state[W]
     total, L, sigma = 0.0, 0.0, 0.0
     before: _Point | None = None
     with torch.no_grad():
         for t in range(T + 1):
+            # the first step creates the state
+            state = optimizer.state[W] or optimizer.create_state(W.detach(), optimizer.param_groups[0])
             now = _make_point(problem, W.detach(), state["magnitude"], state["row_norm"])
             if before:
                 L = max(L, measure_smoothness(before, now))

@@ -33,6 +33,8 @@ class Lion(BaseOptimizer):
         ValueError: naming the invalid parameter or option.
     """
 
+    momentum_key = "exp_avg"
+
     def __init__(
         self,
         params: ParamsT,
@@ -56,6 +58,7 @@ class Lion(BaseOptimizer):
     def step_group(self, params: list[Tensor], grads: list[Tensor], states: list[State], group: Group) -> None:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         M = [state["exp_avg"] for state in states]
+        grads = [G.to(m.dtype) for G, m in zip(grads, M, strict=True)]
         C = torch._foreach_mul(M, beta1)
         torch._foreach_add_(C, grads, alpha=1 - beta1)
         torch._foreach_sign_(C)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .core.base import Group, State, collect_defaults
+from .core.layouts import LAYOUT_DEFAULTS
 from .core.matrix import Extras, MatrixOptimizer, Number, compute_lr_scale, subtract_scaled
 from .core.orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
 
@@ -19,7 +20,8 @@ class Muon(MatrixOptimizer):
     """Drop-in for torch.optim.Muon.
 
     Args:
-        params: 2-D parameters, pairs of name and parameter, or groups of them. A group may have `blocks`.
+        params: 2-D parameters, pairs of name and parameter, or groups of them. A group may have `blocks`, `layout` and
+            `transposed`, see `core/layouts.py`.
         lr: learning rate, a number or a one-element tensor (on a GPU the host waits for it in each step).
         weight_decay: decoupled: W <- (1 - lr weight_decay) W.
         momentum: decay of the average M <- momentum M + (1 - momentum) G, in [0, 1).
@@ -51,7 +53,7 @@ class Muon(MatrixOptimizer):
         ns_dtype: torch.dtype | str | None = None,
         direction_scale: float = 0.2,
     ) -> None:
-        super().__init__(params, collect_defaults(locals(), orthogonalizer="newton_schulz", blocks=None))
+        super().__init__(params, collect_defaults(locals(), orthogonalizer="newton_schulz", **LAYOUT_DEFAULTS))
 
     def get_lr_scale(self, group: Group, m: int, n: int) -> float:
         """Return the base class's factor, except that None means "original", as in torch.optim.Muon."""
@@ -62,6 +64,7 @@ class Muon(MatrixOptimizer):
 
     def prepare(self, W: Tensor, G: Tensor, state: State, group: Group) -> tuple[Tensor, ...]:
         M, beta = state["momentum_buffer"], group["momentum"]
+        G = G.to(M.dtype)
         M.lerp_(G, 1 - beta)
         return (G.lerp(M, beta) if group["nesterov"] else M,)
 

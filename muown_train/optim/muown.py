@@ -22,6 +22,7 @@ from torch.optim.optimizer import ParamsT
 
 from .core.base import Group, State, collect_defaults
 from .core.checks import check_bool, check_choice, check_number, check_numbers
+from .core.layouts import LAYOUT_DEFAULTS, split_matrices
 from .core.magnitudes import MAGNITUDE_STATE, clamp_away_from_zero, step_magnitudes
 from .core.matrix import Extras, MatrixOptimizer, Number, subtract_scaled
 from .core.orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
@@ -35,7 +36,8 @@ class Muown(MatrixOptimizer):
 
     Args:
         params: 2-D parameters, pairs of name and parameter, or groups of them. A group may have `blocks` (rows of the
-            matrices of a fused parameter) and `reparameterize=False` (plain Muon steps, in the same momentum form).
+            matrices of a fused parameter), `layout` ("conv" or "experts") and `transposed` (weights stored as (in,
+            out)), see `core/layouts.py`, and `reparameterize=False` (plain Muon steps, in the same momentum form).
         lr: learning rate of directions and magnitudes, a number or a one-element tensor (on a GPU the host waits for
             it).
         weight_decay: decoupled: W <- Diag(g/r) R - lr weight_decay W_old (appendix "Experimental Details").
@@ -60,11 +62,15 @@ class Muown(MatrixOptimizer):
         magnitude_lr_scale: the learning rate of g is this many times lr. (The paper's is 1. A step of lr can move short
             rows, as in narrow models, through zero, which turns them around.)
 
-    State: `momentum_buffer` (m, n) in the parameter's dtype; `magnitude` (g), `row_norm` (r), `magnitude_floor`, with a
-    schedule `row_norm_start` (r_1), and the vectors of the magnitude's rule, (m,), in float32 or, for float64
-    parameters, float64. g and r are taken from W at construction and once more at the first step, in case weights were
-    loaded in between. Later the row norms are the optimizer's own: weights that something else changes keep their new
-    directions, and get back the norms |g_i| with the next step.
+    State, from the first step on: `momentum_buffer` in the shape and dtype of the parameter (float32 for float16, whose
+    range the sum of gradients would leave); `magnitude` (g), `row_norm` (r), `magnitude_floor`, with a schedule
+    `row_norm_start` (r_1), and the vectors of the magnitude's rule, (m,), in float32 or, for float64 parameters,
+    float64.
+
+    Weights that something else changes (clipping, averaging, loading) keep their new directions. Rows whose norm is no
+    longer |g_i|, beyond rounding, get their new norm as g_i, with its sign and its Adam state kept. A row that was set
+    to zero has no norm to take: it starts again with |g_i|. `refresh_row_norms` takes smaller changes too. A step with
+    lr 0 leaves every weight as it is.
 
     Traffic of a step besides orthogonalisation, for float32: 23 numbers, 92 bytes, per element (split_gradient 9,
     momentum and Nesterov 8, step_directions 4, the last line of Algorithm 1 2), where Muon has 44 bytes. Compiled it is
@@ -100,7 +106,22 @@ class Muown(MatrixOptimizer):
         row_norm_schedule: tuple[float, int, float] | None = None,
         magnitude_lr_scale: float = 1.0,
     ) -> None:
-        super().__init__(params, collect_defaults(locals(), reparameterize=True, blocks=None))
+        super().__init__(params, collect_defaults(locals(), reparameterize=True, **LAYOUT_DEFAULTS))
+
+    def get_momentum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return get_sum_dtype(dtype)
+
+    @torch.no_grad()
+    def refresh_row_norms(self) -> None:
+        """Set g of every row to the row's present norm, with the sign of g.
+
+        Steps do so by themselves for rows whose norm has changed by more than rounding.
+        """
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "magnitude" in (state := self.state.get(p, {})):
+                    g, norms = state["magnitude"], list_row_norms(p, group)
+                    g.copy_(torch.where(norms > state["magnitude_floor"], norms.copysign(g), g))
 
     def check_group(self, group: Group) -> None:
         super().check_group(group)
@@ -122,19 +143,19 @@ class Muown(MatrixOptimizer):
     def check_parameter(self, name: str, W: Tensor, group: Group) -> None:
         super().check_parameter(name, W, group)
         if group["reparameterize"] and group["zero_rows"] == "error":
-            zeros = count_zero_rows(W)
-            if zeros:
-                raise ValueError(
-                    f"{name}: {zeros} of {W.shape[0]} rows are zero and have no direction: initialise "
-                    "them otherwise, put the parameter into a group with reparameterize=False, or give them "
-                    "a magnitude to start with, as in zero_rows=0.57"
-                )
+            check_no_zero_rows(
+                name,
+                W,
+                group,
+                "initialise them otherwise, put the parameter into a group with reparameterize=False, or give them "
+                "a magnitude to start with, as in zero_rows=0.57",
+            )
 
     def init_state(self, W: Tensor, group: Group) -> State:
-        state = {"momentum_buffer": torch.zeros_like(W)}
+        state = {"momentum_buffer": torch.zeros_like(W, dtype=self.get_momentum_dtype(W.dtype))}
         if not group["reparameterize"]:
             return state
-        g = row_norms(W)
+        g = list_row_norms(W, group)
         if group["zero_rows"] != "error":
             g = torch.where(g > 0, g, float(group["zero_rows"]))
         state |= create_magnitude_state(g)
@@ -142,18 +163,12 @@ class Muown(MatrixOptimizer):
             state["row_norm_start"] = g.clone()
         return state | {name: torch.zeros_like(g) for name in MAGNITUDE_STATE[group["magnitude"]]}
 
-    def on_first_step(self, W: Tensor, G: Tensor, state: State, group: Group) -> None:
-        if not group["reparameterize"]:
-            return
-        if group["zero_rows"] == "error":
-            check_no_zero_rows(W)
-        reset_magnitudes(W, state)
-
     def prepare(self, W: Tensor, G: Tensor, state: State, group: Group) -> tuple[Tensor, ...]:
         M, beta = state["momentum_buffer"], group["momentum"]
         if not group["reparameterize"]:
             M.mul_(beta).add_(G)
             return (G.add(M, alpha=beta) if group["nesterov"] else M,)
+        adopt_changed_norms(W, state["magnitude"], state["magnitude_floor"])
         grad_g, grad_R = split_gradient(W, G, state["magnitude"], state["row_norm"])
         M.mul_(beta).add_(grad_R)
         return grad_R.add_(M, alpha=beta) if group["nesterov"] else M, grad_g
@@ -166,13 +181,15 @@ class Muown(MatrixOptimizer):
             return
         (grad_g,), g, r, floor = extras, state["magnitude"], state["row_norm"], state["magnitude_floor"]
         V, norms = step_directions(W, O, g, r, rate, in_place=W.dtype == g.dtype and not decay)
-        to_R = r / g  # R = Diag(to_R) V
+        to_R, g_old = r / g, g.clone()  # R = Diag(to_R) V
         r.copy_(torch.where(norms > 0, norms, r))  # a row of zeros stays one, as with zero_rows
 
         lr_of_g, betas, eps = lr * group["magnitude_lr_scale"], group["betas"], group["adam_eps"]
         g_new = step_magnitudes(group["magnitude"], g, grad_g, state, lr=lr_of_g, step=step, betas=betas, eps=eps)
         g.copy_(clamp_away_from_zero(g_new, g, floor))
-        W_new = V.mul_((to_R * g / r).unsqueeze(-1))
+        # dividing by a norm computed anew would round rows that have not moved
+        stays = (g == g_old) & torch.as_tensor(rate == 0, device=g.device)
+        W_new = V.mul_(torch.where(stays, 1.0, to_R * g / r).unsqueeze(-1))
         if group["row_norm_schedule"] is not None:
             r.copy_(_interpolate_row_norm(state["row_norm_start"], step, *group["row_norm_schedule"]))
         if decay:
@@ -186,24 +203,33 @@ def create_magnitude_state(g: Tensor) -> State:
     return {"magnitude": g, "row_norm": g.clone(), "magnitude_floor": FLOOR * g}
 
 
-def check_no_zero_rows(W: Tensor) -> None:
-    """Raise ValueError if weights that were loaded since construction have rows of zeros."""
-    if zeros := count_zero_rows(W):
-        raise ValueError(
-            f"{zeros} rows of a matrix of shape {tuple(W.shape)} have become zero since the optimizer was made, "
-            "and have no direction: make it after the weights are there"
-        )
+def check_no_zero_rows(name: str, W: Tensor, group: Group, remedy: str) -> None:
+    """Raise ValueError naming parameter W if rows of its matrices are zero; the remedy ends the message."""
+    matrices = split_matrices(W, group)
+    if zeros := sum(map(count_zero_rows, matrices)):
+        rows = sum(matrix.shape[0] for matrix in matrices)
+        raise ValueError(f"{name}: {zeros} of {rows} rows are zero and have no direction: {remedy}")
 
 
-def reset_magnitudes(W: Tensor, state: State) -> None:
-    """Set g = r = ||W||_row, except for rows of zeros, since weights may have been loaded after construction."""
+def list_row_norms(W: Tensor, group: Group) -> Tensor:
+    """Return the norms of the rows of all matrices of a parameter, in order: (m,)."""
+    return torch.cat([row_norms(matrix) for matrix in split_matrices(W, group)])
+
+
+def adopt_changed_norms(W: Tensor, g: Tensor, floor: Tensor) -> None:
+    """Set g (m,) of rows of W (m, n) whose norm is not |g|, beyond rounding, to that norm, with the sign of g.
+
+    Such rows were changed by something else since the last step. Rows shorter than the floor of |g| keep g.
+    """
     norms = row_norms(W)
-    start = torch.where(norms > 0, norms, state["row_norm"])
-    state["magnitude"].copy_(start)
-    state["row_norm"].copy_(start)
-    state["magnitude_floor"].copy_(FLOOR * start)
-    if "row_norm_start" in state:
-        state["row_norm_start"].copy_(start)
+    rounding = max(torch.finfo(W.dtype).eps, 256 * torch.finfo(g.dtype).eps)
+    changed = ((norms - g.abs()).abs() > rounding * g.abs()) & (norms > floor)
+    g.copy_(torch.where(changed, norms.copysign(g), g))
+
+
+def get_sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a momentum that is a sum of gradients, for parameters of a dtype."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def _interpolate_row_norm(start: Tensor, step: Number, target: float, steps: int, power: float) -> Tensor:

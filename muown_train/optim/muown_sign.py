@@ -16,11 +16,12 @@ from torch.optim.optimizer import ParamsT
 
 from .core.base import Group, State, collect_defaults
 from .core.checks import check_number
+from .core.layouts import LAYOUT_DEFAULTS
 from .core.magnitudes import clamp_away_from_zero
 from .core.matrix import Extras, MatrixOptimizer, Number, subtract_scaled
 from .core.orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
-from .core.weight_norm import count_zero_rows, direction_to_weight, row_norms, split_gradient, weight_to_direction
-from .muown import check_no_zero_rows, create_magnitude_state, reset_magnitudes
+from .core.weight_norm import direction_to_weight, row_norms, split_gradient, weight_to_direction
+from .muown import adopt_changed_norms, check_no_zero_rows, create_magnitude_state, get_sum_dtype, list_row_norms
 
 
 class MuownSign(MatrixOptimizer):
@@ -59,7 +60,7 @@ class MuownSign(MatrixOptimizer):
             ns_steps=NS_STEPS,
             eps=NS_EPS,
             ns_dtype=None,
-            blocks=None,
+            **LAYOUT_DEFAULTS,
         )
         super().__init__(params, defaults)
 
@@ -72,33 +73,34 @@ class MuownSign(MatrixOptimizer):
 
     def check_parameter(self, name: str, W: Tensor, group: Group) -> None:
         super().check_parameter(name, W, group)
-        zeros = count_zero_rows(W)
-        if zeros:
-            raise ValueError(f"{name}: {zeros} of {W.shape[0]} rows are zero and have no direction: initialise them")
+        check_no_zero_rows(name, W, group, "initialise them")
+
+    def get_momentum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return get_sum_dtype(dtype)
 
     def init_state(self, W: Tensor, group: Group) -> State:
-        g = row_norms(W)
-        state = {"momentum_buffer": torch.zeros_like(W)} | create_magnitude_state(g)
-        return state | {"magnitude_momentum": torch.zeros_like(g)}
-
-    def on_first_step(self, W: Tensor, G: Tensor, state: State, group: Group) -> None:
-        check_no_zero_rows(W)
-        reset_magnitudes(W, state)
-        grad_g, grad_R = split_gradient(W, G, state["magnitude"], state["row_norm"])
-        state["momentum_buffer"].copy_(grad_R)
-        state["magnitude_momentum"].copy_(grad_g)
+        g = list_row_norms(W, group)
+        momentum = torch.zeros_like(W, dtype=self.get_momentum_dtype(W.dtype))
+        return {"momentum_buffer": momentum, "magnitude_momentum": torch.zeros_like(g)} | create_magnitude_state(g)
 
     def prepare(self, W: Tensor, G: Tensor, state: State, group: Group) -> tuple[Tensor, ...]:
+        M, h = state["momentum_buffer"], state["magnitude_momentum"]
+        adopt_changed_norms(W, state["magnitude"], state["magnitude_floor"])
         grad_g, grad_R = split_gradient(W, G, state["magnitude"], state["row_norm"])
-        return state["momentum_buffer"].mul_(group["momentum"]).add_(grad_R), grad_g
+        is_first = (state["step"] == 1).to(M.device)
+        M.copy_(torch.where(is_first, grad_R, M))
+        h.copy_(torch.where(is_first, grad_g, h))
+        return M.mul_(group["momentum"]).add_(grad_R), grad_g
 
     def apply(self, W: Tensor, O: Tensor, extras: Extras, state: State, group: Group, lr: Number, step: Number) -> None:  # noqa: E741
         (grad_g,), g, r, h = extras, state["magnitude"], state["row_norm"], state["magnitude_momentum"]
         R = subtract_scaled(weight_to_direction(W, g, r), O, lr * self.get_lr_scale(group, *W.shape))
         norms = row_norms(R)
         r.copy_(torch.where(norms > 0, norms, r))
+        g_old = g.clone()
 
         h.mul_(group["momentum"]).add_(grad_g)
         g_new = g - float(group["magnitude_lr"]) * h.sign()
         g.copy_(clamp_away_from_zero(g_new, g, state["magnitude_floor"]))
-        W.copy_(direction_to_weight(R, g, r))
+        stays = (g == g_old) & torch.as_tensor(lr == 0, device=g.device)
+        W.copy_(torch.where(stays.unsqueeze(-1), W, direction_to_weight(R, g, r)))

@@ -20,6 +20,7 @@ from torch.optim.optimizer import ParamsT
 
 from .core.base import Group, State, collect_defaults
 from .core.checks import check_number
+from .core.layouts import LAYOUT_DEFAULTS, split_matrices
 from .core.matrix import Extras, MatrixOptimizer, Number
 from .core.orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
 from .muon import Muon
@@ -49,7 +50,8 @@ class _RowEqualizer(MatrixOptimizer):
 
     def init_state(self, W: Tensor, group: Group) -> State:
         dtype = W.dtype if W.dtype == torch.float64 else torch.float32
-        return super().init_state(W, group) | {"row_second_moment": W.new_zeros(W.shape[0], dtype=dtype)}
+        rows = sum(matrix.shape[0] for matrix in split_matrices(W, group))
+        return super().init_state(W, group) | {"row_second_moment": W.new_zeros(rows, dtype=dtype)}
 
     def apply(self, W: Tensor, O: Tensor, extras: Extras, state: State, group: Group, lr: Number, step: Number) -> None:  # noqa: E741
         super().apply(W, equalize_rows(O, state["row_second_moment"], group["beta2"]), extras, state, group, lr, step)
@@ -92,7 +94,8 @@ class NorMuon(_RowEqualizer, Muon):
         ns_dtype: torch.dtype | str | None = None,
         direction_scale: float = 0.2,
     ) -> None:
-        MatrixOptimizer.__init__(self, params, collect_defaults(locals(), blocks=None))  # Muon has other arguments
+        defaults = collect_defaults(locals(), **LAYOUT_DEFAULTS)
+        MatrixOptimizer.__init__(self, params, defaults)  # Muon's constructor has other arguments
 
 
 class NorMuown(_RowEqualizer, Muown):
@@ -127,5 +130,5 @@ class NorMuown(_RowEqualizer, Muown):
         row_norm_schedule: tuple[float, int, float] | None = None,
         magnitude_lr_scale: float = 1.0,
     ) -> None:
-        defaults = collect_defaults(locals(), reparameterize=True, blocks=None)
+        defaults = collect_defaults(locals(), reparameterize=True, **LAYOUT_DEFAULTS)
         MatrixOptimizer.__init__(self, params, defaults)  # Muown's constructor lacks beta2

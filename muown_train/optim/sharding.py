@@ -33,7 +33,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .combined import Combined
-from .core.base import Group, describe_parameter
+from .core.base import Group
+from .core.layouts import LAYOUT_DEFAULTS, split_matrices
+from .core.names import describe_parameter
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -125,9 +127,10 @@ def assign_owners(optimizer: Optimizer, size: int) -> Assignment:
 def estimate_step_cost(p: Tensor, group: Group) -> int:
     """Return the cost of a step of p in FLOP: matrix products, by the group's options, and a price for its bytes."""
     cost: int = FLOPS_PER_BYTE * p.numel() * p.element_size()
-    if p.ndim != 2:
+    options = LAYOUT_DEFAULTS | group
+    if p.ndim != 2 and options["layout"] is None:
         return cost
-    blocks = [(rows, p.shape[1]) for rows in group.get("blocks") or (p.shape[0],)]
+    blocks = [tuple(matrix.shape) for matrix in split_matrices(p.detach(), options)]
     if "ns_steps" in group:  # an optimizer that orthogonalises: ours and torch.optim.Muon
         cost += group["ns_steps"] * sum(4 * min(b) ** 2 * max(b) + 2 * min(b) ** 3 for b in blocks)
     if "precondition_frequency" in group:  # SOAP

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .core.base import BaseOptimizer, Group, State, collect_defaults
-from .core.checks import check_blocks, check_bool, check_number, check_numbers, is_sequence, is_whole_number
+from .core.checks import check_bool, check_no_dtensor, check_number, check_numbers, is_whole_number
+from .core.layouts import LAYOUT_DEFAULTS, check_layout, check_layout_options, split_matrices
 
 
 class _Side(NamedTuple):
@@ -36,7 +37,7 @@ class SOAP(BaseOptimizer):
 
     Args:
         params: parameters of any shape, pairs of name and parameter, or groups of them. A group of matrices may have
-            `blocks`, the rows of each matrix of a fused parameter, each preconditioned on its own.
+            `blocks`, `layout` and `transposed` (see `core/layouts.py`); each matrix is preconditioned on its own.
         lr: learning rate, a number or a one-element tensor (on a GPU the host waits for it in each step).
         betas: the decay of M, and that of V, L and R.
         eps: added to sqrt(V).
@@ -54,6 +55,8 @@ class SOAP(BaseOptimizer):
         ValueError: naming the invalid parameter or option.
     """
 
+    momentum_key = "exp_avg"
+
     def __init__(
         self,
         params: ParamsT,
@@ -65,7 +68,10 @@ class SOAP(BaseOptimizer):
         max_precondition_dim: int = 10000,
         correct_bias: bool = True,
     ) -> None:
-        super().__init__(params, collect_defaults(locals(), blocks=None))
+        super().__init__(params, collect_defaults(locals(), **LAYOUT_DEFAULTS))
+
+    def get_momentum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if dtype == torch.float64 else torch.float32
 
     def check_group(self, group: Group) -> None:
         super().check_group(group)
@@ -75,20 +81,21 @@ class SOAP(BaseOptimizer):
             if not is_whole_number(group[key]) or group[key] < least:
                 raise ValueError(f"{key} must be a whole number of at least {least}, got {group[key]!r}")
         check_bool("correct_bias", group["correct_bias"])
-        if is_sequence(group["blocks"]):
-            group["blocks"] = tuple(group["blocks"])
+        check_layout_options(group)
 
     def check_parameter(self, name: str, W: Tensor, group: Group) -> None:
+        check_no_dtensor(name, W, type(self).__name__)
         super().check_parameter(name, W, group)
-        if group["blocks"] is not None and W.ndim != 2:
+        if W.ndim == 2 or group["layout"]:
+            check_layout(name, W, group, type(self).__name__)
+        elif group["blocks"] is not None:
             raise ValueError(f"{name}: only matrices have blocks, got {W.ndim} dimensions")
-        check_blocks(name, W, group["blocks"])
 
     def init_state(self, W: Tensor, group: Group) -> State:
-        dtype = W.dtype if W.dtype == torch.float64 else torch.float32
+        dtype = self.get_momentum_dtype(W.dtype)
         state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
         state |= {key: torch.zeros_like(W, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
-        for i, A in enumerate(_split_blocks(W, group)):
+        for i, A in enumerate(_split_blocks(W, W, group)):
             for side, size in zip(("left", "right"), A.shape, strict=False):
                 if A.ndim == 2 and size <= group["max_precondition_dim"]:
                     state[f"{side}_{i}"] = W.new_zeros(size, size, dtype=dtype)
@@ -98,7 +105,7 @@ class SOAP(BaseOptimizer):
     def step_group(self, params: list[Tensor], grads: list[Tensor], states: list[State], group: Group) -> None:
         for W, grad, state in zip(params, grads, states, strict=True):
             state["step"] += 1
-            parts = (_split_blocks(X, group) for X in (W, grad, state["exp_avg"], state["exp_avg_sq"]))
+            parts = (_split_blocks(X, W, group) for X in (W, grad, state["exp_avg"], state["exp_avg_sq"]))
             for i, (A, G, M, V) in enumerate(zip(*parts, strict=True)):
                 _step_block(A, G.to(M.dtype), M, V, _get_sides(state, i), int(state["step"]) - 1, group)
 
@@ -162,6 +169,6 @@ def _get_sides(state: State, i: int) -> list[_Side]:
     return [_Side(axis, state[gram], state[basis]) for axis, gram, basis in names if gram in state]
 
 
-def _split_blocks(X: Tensor, group: Group) -> tuple[Tensor, ...]:
-    """Return the matrices of a fused parameter, or the parameter itself."""
-    return X.split(group["blocks"]) if group["blocks"] else (X,)
+def _split_blocks(X: Tensor, like: Tensor, group: Group) -> list[Tensor]:
+    """Return the matrices of a parameter, or the parameter itself if it is none."""
+    return split_matrices(X, group, like) if X.ndim == 2 or group["layout"] else [X]

@@ -119,12 +119,14 @@ class OptimizerState:
         unknown = sorted(set(state) - set(names))
         if unknown:
             raise ValueError(f"the checkpoint has optimizer state for {unknown[0]}, which the model does not have")
-        expected = self.optimizer.state_dict()
-        for index, name in enumerate(names):
-            if index in expected["state"]:  # otherwise the first step creates the state, as in torch's AdamW
-                _check_names(f"optimizer state of {name}", state.get(name, {}), expected["state"][index])
+        for part in getattr(self.optimizer, "optimizers", [self.optimizer]):
+            own = [self.names[p] for group in part.param_groups for p in group["params"]]
+            missing = [name for name in own if name not in state]
+            if 0 < len(missing) < len(own):  # before the first step, and in plain SGD, no parameter has state
+                raise ValueError(f"the checkpoint has no optimizer state for {missing[0]}")
         loaded = {index: state[name] for index, name in enumerate(names) if name in state}
-        self.optimizer.load_state_dict({"state": loaded, "param_groups": expected["param_groups"]})
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": loaded, "param_groups": groups})
 
 
 def _check_names(kind: str, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

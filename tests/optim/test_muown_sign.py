@@ -50,7 +50,7 @@ def test_gradients_vanish_at_the_rate_of_the_theorem():
             p.grad = (p - target).detach()
             g, D = p.detach().norm(dim=1), p.detach() / p.detach().norm(dim=1, keepdim=True)
             grad_g = (p.grad * D).sum(1)
-            r = optimizer.state[p]["row_norm"]
+            r = optimizer.state[p].get("row_norm", g)  # the first step creates the state
             grad_R = (g / r)[:, None] * (p.grad - grad_g[:, None] * D)
             norms.append(grad_g.abs().sum() + torch.linalg.svdvals(grad_R).sum())
             optimizer.step()

@@ -61,7 +61,8 @@ def test_without_bias_correction_the_first_step_is_smaller():
 
 def test_longer_sides_have_no_state_and_no_other_is_missing():
     p = torch.nn.Parameter(randn(6, 4))
-    shapes = {key: tuple(value.shape) for key, value in SOAP([p], max_precondition_dim=5).state[p].items()}
+    optimizer = SOAP([p], max_precondition_dim=5)
+    shapes = {key: tuple(s.shape) for key, s in optimizer.create_state(p, optimizer.param_groups[0]).items()}
     averages = {"step": (), "exp_avg": (6, 4), "exp_avg_sq": (6, 4)}
     assert shapes == averages | {"right_0": (4, 4), "right_basis_0": (4, 4)}
 

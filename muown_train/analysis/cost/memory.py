@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from muown_train.models.language_model import LanguageModel
 from muown_train.models.loss import CHUNK_LOGITS
 from muown_train.optim import SOAP, Combined, Lion
-from muown_train.optim.core.base import Group
+from muown_train.optim.core.base import BaseOptimizer, Group
 from muown_train.optim.core.matrix import MAX_BATCH_ELEMENTS, MatrixOptimizer
 from muown_train.optim.core.skip_step import split_into_chunks
 from muown_train.optim.sharding import assign_owners
@@ -217,14 +217,16 @@ def estimate_optimizer_memory(optimizer: Combined, ranks: int, device: str, ns_b
     owners = assign_owners(optimizer, ranks).owners
     state, step = [0] * ranks, [0] * ranks
     for part in optimizer.optimizers:
-        per_number = None if any(part.state.values()) else _measure_state(part)
+        per_number = 0.0 if isinstance(part, BaseOptimizer) else _measure_state(part)
         owned: defaultdict[int, list[tuple[Tensor, Group]]] = defaultdict(list)
         for group in part.param_groups:
             for p in group["params"]:
                 rank = owners[p]
                 owned[rank].append((p, group))
-                existing = sum(t.nbytes for t in part.state[p].values()) if per_number is None else 0
-                state[rank] += int(existing if per_number is None else per_number * p.nbytes)
+                if isinstance(part, BaseOptimizer):
+                    state[rank] += sum(t.nbytes for t in part.create_state(p.detach().to("meta"), group).values())
+                else:
+                    state[rank] += int(per_number * p.nbytes)
         for rank, parameters in owned.items():
             step[rank] = max(step[rank], _count_temporary(part, parameters, device, ns_bytes))
     return list(zip(state, step, strict=True))

@@ -1,8 +1,9 @@
-"""The base of every optimizer of this library: it checks options and parameters, and creates all state at once."""
+"""The base of every optimizer of this library: it checks options and parameters, and keeps the state where they are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from numbers import Integral, Real
@@ -10,8 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from .checks import check_number
+from .loading import get_function_name, match_by_name, name_functions
+from .names import describe_parameter
 from .skip_step import run_or_restore, split_into_chunks
 
 Group = dict[str, Any]
@@ -19,7 +23,10 @@ State = dict[str, Tensor]
 
 
 class BaseOptimizer(torch.optim.Optimizer):
-    """A torch optimizer whose state exists from construction on, so that saving never depends on lazy shapes.
+    """A torch optimizer that checks what it is given.
+
+    As with torch's own optimizers, the state of a parameter is created at its first step, and anew if it was removed,
+    and it follows the parameter to another device or dtype.
 
     A subclass defines the state of a parameter (`init_state`), what it refuses (`check_group`, `check_parameter`), and
     how it moves the parameters of one group (`step_group`) or of all groups together (`step_groups`).
@@ -30,14 +37,25 @@ class BaseOptimizer(torch.optim.Optimizer):
 
     found_inf: Tensor | None = None
     optional_state: frozenset[str] = frozenset()  # keys that a saved state may lack
+    momentum_key = "momentum_buffer"  # the key of a state that has the parameter's shape
+
+    def __init__(self, params: ParamsT, defaults: Group) -> None:
+        if not isinstance(params, Tensor):
+            # torch refuses an optimizer without parameters, which a model without matrices would need
+            params = list(params) or [{"params": []}]  # type: ignore[assignment]
+        super().__init__(params, defaults)
 
     def create_state(self, W: Tensor, group: Group) -> State:
-        """Return all state of a new parameter."""
+        """Return all state of a new parameter; on the meta device this gives the shapes and dtypes of the state."""
         return self.init_state(W, group)
 
     def init_state(self, W: Tensor, group: Group) -> State:
         """Return the state of a new parameter that the algorithm needs."""
         raise NotImplementedError
+
+    def get_momentum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the state `momentum_key` for parameters of a dtype."""
+        return dtype
 
     def check_group(self, group: Group) -> None:
         """Raise ValueError if an option of the group is invalid; subclasses add their checks."""
@@ -53,10 +71,6 @@ class BaseOptimizer(torch.optim.Optimizer):
     def can_skip_on_device(self) -> bool:
         """True if `step_groups` takes a skip flag."""
         return False
-
-    def is_past_first_step(self, params: list[list[Tensor]]) -> bool:
-        """Return whether every parameter is past its first step, before which the host has work to do."""
-        return True
 
     def step_groups(self, params: list[list[Tensor]], skip: Tensor | None) -> None:
         """Move parameters and their state in place.
@@ -80,7 +94,7 @@ class BaseOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step with all parameters that have a gradient.
+        """Take one step with all parameters that have a gradient. Ambient autocast does not reach it.
 
         Args:
             closure: evaluates the model again and returns the loss, as for any torch optimizer.
@@ -89,30 +103,58 @@ class BaseOptimizer(torch.optim.Optimizer):
             The result of the closure, or None.
 
         Raises:
-            ValueError: for a sparse gradient; no parameter has moved then.
+            ValueError: for a sparse gradient, or for a parameter without state that this optimizer cannot take; no
+                parameter has moved then.
         """
         flag = self.found_inf
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        params = []
+        params = self._collect_params()
+        skip = None if flag is None else flag.reshape(()) != 0
+        if skip is not None and not self.can_skip_on_device:
+            if skip:  # the host waits
+                return loss
+            skip = None
+        with _suspend_autocast(params):
+            self._place_state(params)
+            self.step_groups(params, skip)
+        return loss
+
+    def _collect_params(self) -> list[list[Tensor]]:
+        """Return the parameters of each group that have a gradient.
+
+        Raises:
+            ValueError: for a sparse gradient.
+        """
         for j, group in enumerate(self.param_groups):
             for i, p in enumerate(group["params"]):
                 if p.grad is not None and p.grad.layout != torch.strided:
                     name = describe_parameter(group, i, j)
                     raise ValueError(f"{name}: its gradient must be dense, got {p.grad.layout}")
-            params.append([p for p in group["params"] if p.grad is not None])
-        skip = None if flag is None else flag.reshape(()) != 0
-        if skip is not None and not (self.can_skip_on_device and self.is_past_first_step(params)):
-            if skip:  # the host waits
-                return loss
-            skip = None
-        self.step_groups(params, skip)
-        return loss
+        return [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+
+    def _place_state(self, params: list[list[Tensor]]) -> None:
+        """Create the state that is missing, and bring the rest to the device, dtype and strides of its parameter."""
+        new: dict[Tensor, State] = {}
+        for group, group_params in zip(self.param_groups, params, strict=True):
+            for p in group_params:
+                state = self.state.get(p)
+                if not state:
+                    name = _find_name(self.param_groups, p)
+                    self.check_parameter(name, p.detach(), group)
+                    new[p] = self.create_state(p.detach(), group)
+                elif not self._is_in_place(p, state[self.momentum_key]):
+                    new[p] = _copy_state(state, self.create_state(p.detach().to("meta"), group), p.device)
+        self.state.update(new)
+
+    def _is_in_place(self, p: Tensor, momentum: Tensor) -> bool:
+        """Return whether the state of a parameter is where and as `create_state` would make it now."""
+        return momentum.device == p.device and momentum.dtype == self.get_momentum_dtype(p.dtype)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group of parameters, check it, and create its state.
+        """Add a group of parameters and check it.
 
         Raises:
             ValueError: naming the invalid parameter or option; the optimizer is then as before.
@@ -128,42 +170,44 @@ class BaseOptimizer(torch.optim.Optimizer):
                     raise ValueError(f"{describe_parameter(group, i, j)} is in the group twice")
                 seen.add(p)
                 self.check_parameter(describe_parameter(group, i, j), p.detach(), group)
-            states = [self.create_state(p.detach(), group) for p in group["params"]]
         except Exception:
             self.param_groups.pop()
             raise
-        for p, state in zip(group["params"], states, strict=True):
-            self.state[p] = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state and the options of the groups; a user's function is stored by its name."""
+        return name_functions(super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer, or of one with the same state (torch.optim.Muon's into Muon).
 
-        State keeps the dtype it was created with, where torch alone would round it to that of the parameter. Options
-        that the saved groups lack stay as they are, and so does the state of a parameter for which none is saved.
+        Parameters are matched by name where both sides have names, else by their order. State takes the dtypes and the
+        device of a state created now, where torch alone would round it to the dtype of the parameter. Options that the
+        saved groups lack stay as they are, and so does the state of a parameter for which none is saved.
 
         Raises:
             ValueError: if the saved groups, their options or the state of a parameter do not fit this optimizer, which
                 is then as before.
         """
         options: list[Group] = []
-        saved: dict[Tensor, State] = {}
-        own = {p: state for p, state in self.state.items() if state}  # a sharded optimizer has only its share
+        loaded: dict[Tensor, State] = {}
+        own = {p: state for p, state in self.state.items() if state}
 
-        def check(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        def check(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            state_dict = match_by_name(self.param_groups, state_dict)
             options.extend(self._merge_options(state_dict["param_groups"]))
-            ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-            parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-            saved.update({p: state_dict["state"].get(i, {}) for p, i in zip(parameters, ids, strict=True)})
-            for j, group in enumerate(self.param_groups):
-                for i, p in enumerate(group["params"]):
-                    if p in own:
-                        self._check_saved_state(describe_parameter(group, i, j), own[p], saved[p])
+            for j, (group, saved_group) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=True)):
+                for i, (p, key) in enumerate(zip(group["params"], saved_group["params"], strict=True)):
+                    if saved := state_dict["state"].get(key):
+                        expected = self.create_state(p.detach().to("meta"), group)
+                        self._check_saved_state(describe_parameter(group, i, j), expected, saved)
+                        loaded[p] = _copy_state(saved, expected, p.device)
+            return state_dict
 
         def restore(_: torch.optim.Optimizer) -> None:
             for group, merged in zip(self.param_groups, options, strict=True):
                 group.update(merged)
-            for p, state in own.items():
-                self.state[p] = {key: tensor.copy_(saved[p].get(key, tensor)) for key, tensor in state.items()}
+            self.state.update(own | loaded)
 
         # `check` runs after the user's pre-hooks and `restore` before the user's post-hooks, so that users see and can
         # change what is loaded.
@@ -180,22 +224,24 @@ class BaseOptimizer(torch.optim.Optimizer):
 
     def _merge_options(self, saved: list[Group]) -> list[Group]:
         """Return the options that each group has after the saved groups are loaded."""
-        check_group_sizes(self.param_groups, saved)
         options = []
         for j, (group, saved_group) in enumerate(zip(self.param_groups, saved, strict=True)):
             merged = {**group, **saved_group, "params": group["params"]}
+            for key, value in group.items():
+                if callable(value) and merged[key] == get_function_name(value):
+                    merged[key] = value
             self.check_group(merged)
             if merged.get("blocks") != group.get("blocks"):
                 raise ValueError(
                     f"group {j} was saved with blocks={merged['blocks']}, but in this optimizer has "
                     f"blocks={group['blocks']}"
                 )
-            options.append({key: value for key, value in merged.items() if key != "params"})
+            options.append({key: value for key, value in merged.items() if key not in ("params", "param_names")})
         return options
 
     def _check_saved_state(self, name: str, own: State, saved: State) -> None:
         """Raise ValueError if the saved state of a parameter has other keys or shapes than its own."""
-        if saved and own.keys() - self.optional_state != saved.keys() - self.optional_state:
+        if own.keys() - self.optional_state != saved.keys() - self.optional_state:
             kept, keeps = (", ".join(sorted(state)) for state in (saved, own))
             raise ValueError(f"{name}: the saved optimizer kept {kept}, this one keeps {keeps}")
         for key, value in saved.items():
@@ -215,18 +261,31 @@ def collect_defaults(arguments: dict[str, Any], **group_only: Any) -> Group:
     return {key: value for key, value in arguments.items() if key not in ("self", "params", "__class__")} | group_only
 
 
-def check_group_sizes(own: list[Group], saved: list[Group]) -> None:
-    """Raise ValueError unless the saved groups have as many parameters as the optimizer's own."""
-    sizes, saved_sizes = ([len(group["params"]) for group in groups] for groups in (own, saved))
-    if sizes != saved_sizes:
-        raise ValueError(f"the saved optimizer has groups of {saved_sizes} parameters, this one of {sizes}")
+def _copy_state(state: State, expected: State, device: torch.device) -> State:
+    """Return copies of a state with the dtypes and strides of `expected`, whose tensors on meta stand for `device`."""
+    copies = {}
+    for key, tensor in expected.items():
+        target = torch.empty_like(tensor, device=device if tensor.is_meta else tensor.device)
+        copies[key] = target.copy_(state.get(key, tensor))
+    return copies
 
 
-def describe_parameter(group: Group, i: int, j: int) -> str:
-    """Return the words for parameter i of group j in messages: its name, or its place and shape."""
-    if "param_names" in group:
-        return f"parameter {group['param_names'][i]!r}"
-    return f"parameter {i} of group {j}, of shape {tuple(group['params'][i].shape)}"
+def _suspend_autocast(params: list[list[Tensor]]) -> ExitStack:
+    """Return a context in which autocast is off on all devices of the parameters."""
+    stack = ExitStack()
+    for kind in {p.device.type for p in chain.from_iterable(params)}:
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
+
+
+def _find_name(groups: list[Group], wanted: Tensor) -> str:
+    """Return the words for a parameter in messages."""
+    for j, group in enumerate(groups):
+        for i, p in enumerate(group["params"]):
+            if p is wanted:
+                return describe_parameter(group, i, j)
+    raise AssertionError("the parameter is in no group")
 
 
 def _to_python_number(key: str, value: Any) -> Any:

@@ -63,3 +63,9 @@ def check_blocks(name: str, W: Tensor, blocks: Any, key: str = "blocks") -> None
         raise ValueError(
             f"{name}: {key} must be positive whole numbers that sum to its {W.shape[0]} rows, got {blocks!r}"
         )
+
+
+def check_no_dtensor(name: str, W: Tensor, kind: str) -> None:
+    """Raise ValueError naming parameter W if it is a DTensor, which this kind of optimizer cannot move."""
+    if hasattr(W, "device_mesh"):
+        raise ValueError(f"{name} is a DTensor, which {kind} does not support: use plain parameters, as DDP has them")

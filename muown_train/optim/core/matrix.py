@@ -11,7 +11,7 @@ output.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, cast
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from .base import BaseOptimizer, Group, State
-from .checks import check_blocks, check_bool, check_choice, check_number, check_numbers, is_sequence, is_whole_number
+from .checks import check_bool, check_choice, check_no_dtensor, check_number, check_numbers, is_whole_number
+from .layouts import check_layout, check_layout_options, split_matrices
 from .orthogonalize import get_dtype_name, newton_schulz, polar_express, svd
 from .skip_step import run_or_restore, run_or_restore_stacked
 
@@ -52,24 +53,25 @@ class _Block(NamedTuple):
 class MatrixOptimizer(BaseOptimizer):
     """Optimizer of 2-D parameters by orthogonalised steps.
 
-    A group has one more option than the subclass has arguments: `blocks`, the rows of each matrix of a fused parameter
-    (`blocks=(768, 768, 768)` for q, k and v in one), or None. A fused parameter moves exactly as its blocks would move
-    as parameters of their own.
+    A group has more options than the subclass has arguments: `blocks`, the rows of each matrix of a fused parameter
+    (`blocks=(768, 768, 768)` for q, k and v in one), `layout` and `transposed`, see `core/layouts.py`. The matrices of
+    a parameter move exactly as they would move as parameters of their own.
 
-    All state exists from construction on. `state[p]["step"]` is the number of steps taken (float32; on the CPU, or on
-    the device of `found_inf` after the first step that obeyed it). All other state has the shape of the parameter
-    (m, n) or of its rows (m,), so that the rows of a block are views into it.
+    `state[p]["step"]` is the number of steps taken (float32; on the CPU, or on the device of `found_inf` after the
+    first step that obeyed it). All other state has the shape of the parameter, or one number for each row of its
+    matrices (m,), in their order, so that the rows of a matrix are views into it.
     """
 
     optional_state = frozenset({"step"})  # torch.optim.Muon does not keep it
     _compile_options: dict[str, Any] | None = None
 
     def create_state(self, W: Tensor, group: Group) -> State:
-        """Return "step" and the tensors, (m, n) or (m,), that `init_state` gives."""
+        """Return "step" and the tensors that `init_state` gives, in the parameter's shape or one number a row."""
         return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **self.init_state(W, group)}
 
-    def on_first_step(self, W: Tensor, G: Tensor, state: State, group: Group) -> None:
-        """Do the work that precedes the first `prepare` of a matrix; the arguments are those of `prepare`."""
+    def _is_in_place(self, p: Tensor, momentum: Tensor) -> bool:
+        # the strides of a convolution's weight give the order of its columns
+        return super()._is_in_place(p, momentum) and (p.ndim < 3 or momentum.stride() == p.stride())
 
     def prepare(self, W: Tensor, G: Tensor, state: State, group: Group) -> tuple[Tensor, ...]:
         """Add the gradient to the momentum; return X, which is only read, and the extras that `apply` needs.
@@ -95,17 +97,14 @@ class MatrixOptimizer(BaseOptimizer):
         return compute_lr_scale(group["adjust_lr_fn"], m, n, group.get("direction_scale", 0.2))
 
     def get_lr_scales(self, group: Group) -> list[float]:
-        """Return `get_lr_scale` of each block of each parameter of the group, in order."""
-        return [self.get_lr_scale(group, m, p.shape[1]) for p in group["params"] for m in _get_block_rows(p, group)]
+        """Return `get_lr_scale` of each matrix of each parameter of the group, in order."""
+        matrices = (W for p in group["params"] for W in split_matrices(p.detach(), group))
+        return [self.get_lr_scale(group, *W.shape) for W in matrices]
 
     @property
     def can_skip_on_device(self) -> bool:
         """True unless a group uses exact SVD, which waits for the device and fails on NaN, or a user's function."""
         return all(group["orthogonalizer"] in ("newton_schulz", "polar_express") for group in self.param_groups)
-
-    def is_past_first_step(self, params: list[list[Tensor]]) -> bool:
-        steps = (self.state[p]["step"] for group_params in params for p in group_params)
-        return all(not step.is_cpu or bool(step > 0) for step in steps)
 
     def step_groups(self, params: list[list[Tensor]], skip: Tensor | None) -> None:
         """Move all groups together, since matrices of one shape are orthogonalised at once."""
@@ -156,7 +155,7 @@ class MatrixOptimizer(BaseOptimizer):
         """Return the functions for matrices like W, compiled if `compile` was called."""
         if self._compile_options is None:
             return _StepFunctions(self._prepare_or_restore, self._apply_or_restore, float)
-        key = W.shape, W.dtype, W.device, skip is None
+        key = W.shape, W.stride(), W.dtype, W.device, skip is None
         if key not in self._compiled:
             options = {"dynamic": False, **self._compile_options}
             methods = (self._prepare_or_restore, self._apply_or_restore)
@@ -165,8 +164,8 @@ class MatrixOptimizer(BaseOptimizer):
         return self._compiled[key]
 
     def _collect_blocks(self, params: list[list[Tensor]], skip: Tensor | None) -> list[_Block]:
-        """Return the blocks of the parameters, and count the step in their state unless skip is true."""
-        blocks = []
+        """Return the matrices of the parameters, and count the step in their state unless skip is true."""
+        blocks: list[_Block] = []
         increment = None if skip is None else skip.logical_not()
         for group_params, group in zip(params, self.param_groups, strict=True):
             for p in group_params:
@@ -176,13 +175,7 @@ class MatrixOptimizer(BaseOptimizer):
                     state["step"] += 1
                 else:
                     state["step"] = state["step"].to(increment.device, non_blocking=True).add_(increment)
-                is_first, start = increment is None and bool(state["step"] == 1), 0
-                for m in _get_block_rows(p, group):
-                    rows = {k: s if s.ndim == 0 else s.narrow(0, start, m) for k, s in state.items()}
-                    blocks.append(_Block(p.narrow(0, start, m), p.grad.narrow(0, start, m), rows, group))
-                    if is_first:
-                        self.on_first_step(*blocks[-1])
-                    start += m
+                blocks += _split_parameter(p, p.grad, state, group)
         return blocks
 
     def check_group(self, group: Group) -> None:
@@ -204,8 +197,7 @@ class MatrixOptimizer(BaseOptimizer):
         if not is_whole_number(steps) or not 1 <= steps < 100:
             raise ValueError(f"ns_steps must be a whole number from 1 to 99, got {steps!r}")
         group["ns_coefficients"] = check_numbers("ns_coefficients", group["ns_coefficients"], 3, low=-math.inf)
-        if is_sequence(group["blocks"]):
-            group["blocks"] = tuple(group["blocks"])
+        check_layout_options(group)
         if group["ns_dtype"] is not None:
             try:
                 group["ns_dtype"] = get_dtype_name(group["ns_dtype"])
@@ -213,13 +205,9 @@ class MatrixOptimizer(BaseOptimizer):
                 raise ValueError(f"ns_dtype: {error}") from None
 
     def check_parameter(self, name: str, W: Tensor, group: Group) -> None:
-        kind = type(self).__name__
-        if W.ndim != 2:
-            raise ValueError(f"{name}: {kind} takes 2-D parameters, got {W.ndim}-D; give it to another optimizer")
-        if W.numel() == 0:
-            raise ValueError(f"{name}: {kind} takes matrices with elements, got shape {tuple(W.shape)}")
+        check_no_dtensor(name, W, type(self).__name__)
         super().check_parameter(name, W, group)
-        check_blocks(name, W, group["blocks"])
+        check_layout(name, W, group, type(self).__name__)
 
 
 def compute_lr_scale(adjust_lr_fn: str | None, m: int, n: int, direction_scale: float) -> float:
@@ -290,5 +278,15 @@ def _to_float64_tensor(number: Number) -> Tensor:
     return torch.as_tensor(number, dtype=torch.float64, device="cpu")
 
 
-def _get_block_rows(p: Tensor, group: Group) -> Iterable[int]:
-    return group["blocks"] or (p.shape[0],)
+def _split_parameter(p: Tensor, grad: Tensor, state: State, group: Group) -> Iterator[_Block]:
+    """Yield the matrices of a parameter with their rows of the gradient and the state."""
+    W, G = split_matrices(p.detach(), group), split_matrices(grad, group, like=p)
+    matrices = {key: split_matrices(s, group, like=p) for key, s in state.items() if s.ndim == p.ndim}
+    start = 0
+    for i, (A, B) in enumerate(zip(W, G, strict=True)):
+        rows = {
+            key: matrices[key][i] if key in matrices else s if s.ndim == 0 else s.narrow(0, start, A.shape[0])
+            for key, s in state.items()
+        }
+        yield _Block(A, B, rows, group)
+        start += A.shape[0]

@@ -123,7 +123,7 @@ def test_rows_that_became_zero_before_the_first_step(kind):
         p[1] = 0
     p.grad = torch.ones(4, 3)
     before = p.detach().clone()
-    with pytest.raises(ValueError, match=r"1 rows of a matrix of shape \(4, 3\) have become zero"):
+    with pytest.raises(ValueError, match="1 of 4 rows are zero"):
         made.step()
     assert torch.equal(p, before)
 

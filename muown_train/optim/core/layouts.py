@@ -1,0 +1,85 @@
+"""The matrices of a parameter: how a fused, convolutional, transposed or expert weight is seen as 2-D matrices.
+
+Options of a group say how its parameters are stored:
+
+    layout=None       a matrix (m, n): rows are outputs, columns inputs, as in nn.Linear
+    layout="conv"     a convolution (out, in, k, ...), seen as the matrix (out, in k ...)
+    layout="experts"  a batch (E, m, n), seen as E matrices
+    transposed=True   each matrix is stored as (n, m), inputs before outputs, as in GPT-2's Conv1D
+    blocks=(m1, ...)  each matrix (m, n) is several, stacked along its rows
+
+Every matrix is a view, so a step that writes to it writes to the parameter.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
+
+from .checks import check_blocks, check_bool, check_choice, is_sequence
+
+Group = dict[str, Any]
+
+LAYOUTS = (None, "conv", "experts")
+LAYOUT_DEFAULTS: Group = {"blocks": None, "layout": None, "transposed": False}
+
+
+def split_matrices(X: Tensor, group: Group, like: Tensor | None = None) -> list[Tensor]:
+    """Return the matrices (m, n) of a parameter, or of a tensor of its shape, as views into it.
+
+    Args:
+        X: a parameter of the group, its gradient, or a state of its shape.
+        like: the parameter that X belongs to. Its strides give the order of a convolution's columns, which is the same
+            for all tensors of the parameter whatever their memory format; None if X is the parameter.
+    """
+    matrices = _split_layout(X, group, X if like is None else like)
+    if group["transposed"]:
+        matrices = [matrix.mT for matrix in matrices]
+    if blocks := group["blocks"]:
+        starts = [0, *accumulate(blocks)]
+        return [matrix.narrow(0, start, m) for matrix in matrices for start, m in zip(starts, blocks, strict=False)]
+    return matrices
+
+
+def _split_layout(X: Tensor, group: Group, like: Tensor) -> list[Tensor]:
+    if group["layout"] == "experts":
+        return [X.select(0, e) for e in range(X.shape[0])]
+    if group["layout"] == "conv":
+        # The columns are in the order of memory, so that a weight in channels_last is a view too.
+        strides = like.stride()
+        order = sorted(range(1, X.ndim), key=lambda axis: -strides[axis])
+        return [X.permute(0, *order).reshape(X.shape[0], -1)]
+    return [X]
+
+
+def check_layout(name: str, W: Tensor, group: Group, kind: str) -> None:
+    """Raise ValueError naming W if its shape is not what the layout says; `kind` names the optimizer."""
+    layout = group["layout"]
+    if layout is None and W.ndim != 2:
+        raise ValueError(
+            f"{name}: {kind} takes 2-D parameters, got {W.ndim}-D, shape {tuple(W.shape)}: give it to another "
+            'optimizer, or its group layout="conv" or layout="experts"'
+        )
+    if layout == "conv" and (W.ndim < 3 or group["transposed"]):
+        raise ValueError(
+            f'{name}: layout="conv" takes weights (out, in, k, ...) that are not transposed, got shape '
+            f"{tuple(W.shape)} and transposed={group['transposed']}"
+        )
+    if layout == "experts" and W.ndim != 3:
+        raise ValueError(f'{name}: layout="experts" takes weights (experts, m, n), got shape {tuple(W.shape)}')
+    if W.numel() == 0:
+        raise ValueError(f"{name}: {kind} takes matrices with elements, got shape {tuple(W.shape)}")
+    matrix = _split_layout(W, group, W)[0]
+    check_blocks(name, matrix.mT if group["transposed"] else matrix, group["blocks"])
+    if layout == "conv" and split_matrices(W, group)[0].data_ptr() != W.data_ptr():
+        raise ValueError(f"{name}: a convolution's weight must be dense in memory, got strides {W.stride()}")
+
+
+def check_layout_options(group: Group) -> None:
+    """Raise ValueError if an option of the layout is invalid, and make a tuple of the blocks."""
+    check_choice("layout", group["layout"], LAYOUTS)
+    check_bool("transposed", group["transposed"])
+    if is_sequence(group["blocks"]):
+        group["blocks"] = tuple(group["blocks"])

@@ -1,0 +1,24 @@
+"""The names of parameters: without the parts that wrappers add, and as messages give them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def canonical_name(name: str) -> str:
+    """Return a parameter's name without the parts that wrappers add.
+
+    torch.compile adds `_orig_mod.` anywhere in the name, DistributedDataParallel `module.` in front.
+    """
+    parts = [part for part in name.split(".") if part != "_orig_mod"]
+    while len(parts) > 1 and parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(parts)
+
+
+def describe_parameter(group: dict[str, Any], i: int, j: int) -> str:
+    """Return the words for parameter i of group j in messages: its name, or its place and shape."""
+    names = group.get("param_names", ())
+    if i < len(names):
+        return f"parameter {names[i]!r}"
+    return f"parameter {i} of group {j}, of shape {tuple(group['params'][i].shape)}"
