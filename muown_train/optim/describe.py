@@ -66,8 +66,10 @@ def describe(groups: torch.optim.Optimizer | Iterable[Group | Iterable[Group]]) 
 def _iterate_groups(groups: torch.optim.Optimizer | Iterable[Group | Iterable[Group]]) -> Iterator[tuple[str, Group]]:
     """Yield the groups in order, each with the name of its optimizer, or "" if there is none."""
     if isinstance(groups, torch.optim.Optimizer):
-        for optimizer in getattr(groups, "optimizers", (groups,)):
-            yield from ((type(optimizer).__name__, group) for group in optimizer.param_groups)
+        owners = {
+            id(group): name for part in getattr(groups, "optimizers", ()) for name, group in _iterate_groups(part)
+        }
+        yield from ((owners.get(id(group), type(groups).__name__), group) for group in groups.param_groups)
         return
     for item in groups:
         if isinstance(item, dict):

@@ -47,6 +47,22 @@ group 3: vector, AdamW
     )
 
 
+def test_groups_have_the_numbers_of_the_optimizer():
+    inner = make_optimizer(Model(1))
+    outer = Combined(inner, torch.optim.SGD([("late.weight", nn.Parameter(torch.ones(2)))]))
+    late = [("later.weight", nn.Parameter(torch.ones(3, 2)))]
+    outer.add_param_group({"params": late, "role": "matrix", "transposed": True})
+    lines = [line for line in describe(outer).splitlines() if line.startswith("group ")]
+    assert lines == [
+        "group 0: matrix, Muown, row blocks 3 x 8",
+        "group 1: matrix, Muown",
+        "group 2: embedding, AdamW",
+        "group 3: vector, AdamW",
+        "group 4: SGD",
+        "group 5: matrix, Muown, transposed",
+    ]
+
+
 def test_groups_without_an_optimizer():
     matrix, rest = param_groups(Model())
     assert describe((matrix, rest)) == describe(matrix + rest)
