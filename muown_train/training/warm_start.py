@@ -65,7 +65,7 @@ class InitialWeights:
     def _pad_vocabulary(self, model: LanguageModel) -> dict[str, Tensor]:
         """Return the weights with as many rows of the vocabulary as the model has, also in the head's bias."""
         weights, shapes = dict(self.weights), {name: p.shape for name, p in ModelState(model).parameters.items()}
-        for name, (role, _) in parameter_roles(model).items():
+        for name, (role, *_) in parameter_roles(model).items():
             if role not in ("embedding", "head"):
                 continue
             for each in (name, name.removesuffix("weight") + "bias"):
