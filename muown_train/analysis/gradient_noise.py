@@ -17,7 +17,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from muown_train.analysis.matrices import Matrix
 from muown_train.analysis.spectral import compute_singular_values
 from muown_train.optim.core.weight_norm import split_gradient
 from muown_train.optim.param_groups import canonical_name
-from muown_train.runtime.atomic_files import write_atomic
+from muown_train.runtime.atomic_files import try_read_json, write_atomic
 
 MAX_BATCH_ELEMENTS = 2**25  # elements of the matrices that are decomposed together
 Progress = Callable[[str, int, int], None]  # takes the name of the pass, minibatches done, and all minibatches
@@ -86,7 +85,7 @@ class GradientNoise:
     def _sum_squares(self, mean: Gradients, magnitudes: Mapping[str, Magnitudes], progress: Progress) -> Tensor:
         """Return the sums of `compute_squared_norms` of the deviations from the mean: (matrices, 3)."""
         total, start = torch.zeros(len(self.context.matrices), 3, dtype=torch.float64), 0
-        saved = self.context.world.run_on_main(lambda: _read_json(self.squares_file))
+        saved = self.context.world.run_on_main(lambda: try_read_json(self.squares_file))
         if saved.get("key") == self.key:
             total, start = torch.tensor(saved["squares"], dtype=torch.float64), saved["done"]
         self.context.get_rows().load_state_dict({})
@@ -147,11 +146,6 @@ def discard_scratch(scratch: Path) -> None:
     """Remove the scratch files of a measurement whose result has been stored."""
     for file in get_scratch_files(scratch):
         file.unlink(missing_ok=True)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    return content
 
 
 @torch.no_grad()

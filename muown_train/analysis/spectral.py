@@ -6,7 +6,6 @@
     ||W||_S_inf^2 = ||g||_inf^2 lambda_max(P C P)
 
 Since P C P = W W^T / ||g||_inf^2, an exact spectral norm determines the coherence lambda_max(P C P).
-`compute_coherence` computes it from P and C all the same, as a check.
 
 **Normalised effective rank** (paper, section 5 and the appendix "Gradient Conditioning"): erank(s) =
 exp(-sum p_i log p_i) with p = s / ||s||_1 over singular values s (Roy and Vetterli 2007), divided by min(m, n). It is
@@ -40,11 +39,6 @@ def compute_singular_values(W: Tensor, dtype: torch.dtype = torch.float64) -> Te
     return torch.where(finite[..., None], values, torch.nan)
 
 
-def compute_spectral_factors(W: Tensor) -> SpectralFactors:
-    """Return the exact factors of W (..., m, n) in float64; the coherence of a zero matrix is NaN."""
-    return derive_factors(compute_singular_values(W)[..., 0], W)
-
-
 def estimate_spectral_factors(W: Tensor, iterations: int = 30) -> tuple[SpectralFactors, Tensor]:
     """Estimate the factors by power iteration on the smaller of W W^T and W^T W, in float32 or W's wider dtype.
 
@@ -71,20 +65,9 @@ def estimate_spectral_factors(W: Tensor, iterations: int = 30) -> tuple[Spectral
 
 
 def derive_factors(spectral_norm: Tensor, W: Tensor) -> SpectralFactors:
-    """Return the factors of W (..., m, n) whose spectral norm (...,) is known."""
+    """Return the factors of W (..., m, n) whose spectral norm (...,) is known; a zero matrix has the coherence NaN."""
     largest = row_norms(W.to(spectral_norm.dtype)).amax(-1)
     return SpectralFactors(spectral_norm, largest, (spectral_norm / largest).square())
-
-
-def compute_coherence(W: Tensor) -> Tensor:
-    """Return lambda_max(P C P) of W (..., m, n) by its definition, in float64; rows must not be zero."""
-    W = W.double()
-    g = row_norms(W)
-    D = W / g.unsqueeze(-1)
-    p = g / g.amax(-1, keepdim=True)
-    PCP = p.unsqueeze(-1) * (D @ D.mT) * p.unsqueeze(-2)
-    largest: Tensor = torch.linalg.eigvalsh(PCP)[..., -1]
-    return largest
 
 
 def compute_effective_rank(s: Tensor) -> Tensor:

@@ -10,16 +10,27 @@ from hypothesis import strategies as st
 
 from muown_train.analysis.matrices import find_matrices
 from muown_train.analysis.spectral import (
-    compute_coherence,
     compute_effective_rank,
     compute_normalised_effective_rank,
     compute_singular_values,
-    compute_spectral_factors,
+    derive_factors,
     estimate_spectral_factors,
 )
 from muown_train.models.gpt import GPT
+from muown_train.optim.core.weight_norm import row_norms
 
 shapes = st.tuples(st.integers(1, 12), st.integers(1, 12))
+
+
+def compute_spectral_factors(W):
+    return derive_factors(compute_singular_values(W)[..., 0], W)
+
+
+def compute_coherence(W):
+    """lambda_max(P C P) by its definition."""
+    g = row_norms(W)
+    D, p = W / g.unsqueeze(-1), g / g.amax()
+    return torch.linalg.eigvalsh(p.unsqueeze(-1) * (D @ D.mT) * p)[-1]
 
 
 def matrix(shape, seed, scale=1.0):
