@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muown_train.runtime.atomic_files import sync_to_disk
+from muown_train.runtime.atomic_files import sync_to_disk, try_read_json
 
 FORMAT = 1  # version of the folder's layout and of index.json
 INDEX = "index.json"
@@ -201,13 +201,9 @@ def parse_step(checkpoint: Path) -> int:
     return int(checkpoint.name[5:])
 
 
-def read_index(checkpoint: Path) -> dict[str, Any] | None:
-    """Return the content of a checkpoint's index.json; None if it cannot be read."""
-    try:
-        index = json.loads((checkpoint / INDEX).read_text())
-    except (OSError, ValueError):
-        return None
-    return index if isinstance(index, dict) else None
+def read_index(checkpoint: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint's index.json; {} if it cannot be read."""
+    return try_read_json(checkpoint / INDEX)
 
 
 def holds_weights_alone(index: Mapping[str, Any]) -> bool:

@@ -205,8 +205,7 @@ def read_newest_metadata(folder: Path) -> dict[str, Any] | None:
         ValueError: it holds weights alone, so that no run can resume from it.
     """
     for checkpoint in files.list_checkpoints(folder):
-        index = files.read_index(checkpoint)
-        if index is not None:
+        if index := files.read_index(checkpoint):
             if files.holds_weights_alone(index):
                 raise ValueError(
                     f"{folder.parent} holds weights alone, as an average or an import does: to train on from them "

@@ -24,15 +24,8 @@ from muown_train.runtime.hardware import get_device_name
 from muown_train.runtime.redaction import redact_tree
 
 _PACKAGES = (
-    "muown-train",
-    "torch",
-    "numpy",
-    "tiktoken",
-    "tokenizers",
-    "transformers",
-    "datasets",
-    "safetensors",
-    "hydra-core",
+    *("muown-train", "torch", "numpy", "tiktoken", "tokenizers"),
+    *("transformers", "datasets", "safetensors", "hydra-core"),
 )
 
 
@@ -115,14 +108,10 @@ def show(manifest: Mapping[str, Any], folder: Path) -> None:
             f" lr {group['lr']:g}  weight decay {group['weight_decay']:g}"
             + (f"  scale {' '.join(f'{scale:.2f}' for scale in group['scales'])}" if group["scales"] else "")
             + (f"  row blocks {'+'.join(map(str, group['blocks']))}" if group["blocks"] else "")
-            + "".join(f"\n  {'':<9}   {pattern}: {format_settings(own)}" for pattern, own in group["patterns"].items()),
-            flush=True,
         )
-
-
-def format_settings(settings: Mapping[str, Any]) -> str:
-    """Return settings as text."""
-    return ", ".join(f"{key} {value}" for key, value in settings.items())
+        for pattern, own in group["patterns"].items():
+            print(f"  {'':<9}   {pattern}: " + ", ".join(f"{key} {value}" for key, value in own.items()))
+    sys.stdout.flush()
 
 
 def _find_version(package: str) -> str | None:

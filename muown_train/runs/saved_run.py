@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -132,19 +133,6 @@ def describe_run(opened: OpenCheckpoint) -> SavedRun:
     return SavedRun(opened.folder.parent.parent, opened.folder, opened.step, config, opened.data, opened)
 
 
-class _Weights:
-    """Weights in the form that `Checkpoints.save` takes."""
-
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self.weights = dict(weights)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.weights
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
-        raise NotImplementedError("these weights are only written")
-
-
 def write_run(
     folder: Path,
     weights: Mapping[str, Tensor],
@@ -173,4 +161,5 @@ def write_run(
         write_atomic(partial / "manifest.json", (json.dumps(dict(origin), indent=1) + "\n").encode())
         metadata = {"config": dict(config), "data": dict(data), "wandb_id": None}
         checkpoints = Checkpoints(partial / "checkpoints", World(0, 1, torch.device("cpu")), metadata=metadata)
-        checkpoints.save(step, {"model": _Weights(weights)}, wait=True)
+        stateful: Any = SimpleNamespace(state_dict=lambda: weights)  # is only written
+        checkpoints.save(step, {"model": stateful}, wait=True)
