@@ -59,6 +59,6 @@ def main_import(words: Sequence[str]) -> None:
         imported = import_folder(arguments.folder, arguments.out)
         overrides = suggest_overrides(imported.model)
     print(f"  {imported.model['_target_'].rpartition('.')[2]}, {imported.parameters:,} parameters")
-    if not imported.has_tokenizer:
+    if imported.tokenizer is None:
         print("  no tokenizer.json there: the run can be trained on, but neither sampled nor exported")
     print(f"  to train on: muown-train init_from={arguments.out} {' '.join(overrides)} data=…")

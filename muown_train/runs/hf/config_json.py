@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from muown_train.config.checks import is_number
+from muown_train.config.checks import check_int, check_positive
 
 ORIGIN = "muown_train.json"  # a file of our exports: it marks the folder as ours and names the run and step
 
@@ -29,12 +29,9 @@ def read_size(config: Mapping[str, Any], key: str) -> int:
     """Return a size that config.json must give.
 
     Raises:
-        ValueError: it is missing, or not a positive integer.
+        ValueError: it is missing, or not a whole number above 0.
     """
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"config.json has {key}={value!r}: it must be a positive integer")
-    return value
+    return check_int(f"config.json: {key}", config.get(key), 1)
 
 
 def read_positive(config: Mapping[str, Any], key: str, default: float) -> float:
@@ -43,10 +40,7 @@ def read_positive(config: Mapping[str, Any], key: str, default: float) -> float:
     Raises:
         ValueError: it is there, and not a positive number.
     """
-    value = config.get(key, default)
-    if not is_number(value) or value <= 0:
-        raise ValueError(f"config.json has {key}={value!r}: it must be a positive number")
-    return float(value)
+    return float(check_positive(f"config.json: {key}", config.get(key, default)))
 
 
 def read_rope_base(config: Mapping[str, Any]) -> float:

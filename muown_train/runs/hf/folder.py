@@ -34,6 +34,10 @@ class TransformersFolder:
     tokenizer_hash: str | None  # fingerprint of the tokenizer it was exported with, else of tokenizer.json
     origin: dict[str, Any]  # `run` and `step` of an export of ours, else empty
 
+    @property
+    def parameters(self) -> int:
+        return sum(weight.numel() for weight in self.weights.values())
+
 
 def is_transformers_folder(path: Path) -> bool:
     """Return whether a folder looks like one of transformers."""

@@ -1,6 +1,5 @@
 """Import a folder of `transformers` as the folder of a run."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,12 @@ from muown_train.config.instantiate import list_settings
 from muown_train.config.run_name import check_new_folder
 from muown_train.data.text.tokenizer import HubTokenizer
 from muown_train.runs.hf import layouts
-from muown_train.runs.hf.folder import read_transformers_folder
+from muown_train.runs.hf.folder import TransformersFolder, read_transformers_folder
 from muown_train.runs.saved_run import write_run
 
 
-@dataclass(frozen=True)
-class ImportedModel:
-    """A summary of what was imported."""
-
-    model: dict[str, Any]  # settings of the model, with `_target_`
-    parameters: int
-    has_tokenizer: bool
-
-
-def import_folder(path: Path, out: Path) -> ImportedModel:
-    """Write the model of a folder of transformers to `out`, as a folder for every reader of runs.
+def import_folder(path: Path, out: Path) -> TransformersFolder:
+    """Write the model of a folder of transformers to `out`, as a folder for every reader of runs, and return it.
 
     Weights become float32.
 
@@ -48,8 +38,7 @@ def import_folder(path: Path, out: Path) -> ImportedModel:
         raise ValueError(f"{path}: {error}") from None
     step, origin = theirs.origin.get("step", 0), {"imported": str(path)} | theirs.origin
     write_run(out, theirs.weights, config, step, data, theirs.tokenizer, origin)
-    parameters = sum(weight.numel() for weight in theirs.weights.values())
-    return ImportedModel(theirs.model, parameters, theirs.tokenizer is not None)
+    return theirs
 
 
 def suggest_overrides(model: dict[str, Any]) -> list[str]:
