@@ -12,26 +12,9 @@ from muown_train.runtime.redaction import redact
 
 # keys and sections that do not change a result, and so never enter a run's default name
 NOT_IN_NAME = (
-    "name",
-    "out",
-    "cache",
-    "tracking",
-    "log_every",
-    "keep_checkpoints",
-    "keep_every",
-    "keep_best",
-    "on_save_error",
-    "time_limit",
-    "give_up_after",
-    "replica_check_every",
-    "probes",
-    "probe_every",
-    "sample_tokens",
-    "shard_optimizer",
-    "model.activation_checkpointing",
-    "workers",
-    "trust",
-    "hydra",
+    *("name", "out", "cache", "tracking", "log_every", "keep_checkpoints", "keep_every", "keep_best", "on_save_error"),
+    *("time_limit", "give_up_after", "replica_check_every", "probes", "probe_every", "sample_tokens"),
+    *("shard_optimizer", "model.activation_checkpointing", "workers", "trust", "hydra"),
 )
 _MAX_LENGTH = 120  # characters of a default name; file systems allow 255
 _ALLOWED = "A-Za-z0-9._=+,-"  # characters of a run's name

@@ -4,7 +4,6 @@ Everything that can be wrong is found before data are read or fetched, and befor
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,6 +83,7 @@ def build_run(config: RunConfig, world: World, source: Source | None = None) -> 
     metadata = redact_tree({"config": config.to_dict(), "data": data.metadata, "init_from": started})
     metadata |= {"wandb_id": stored.get("wandb_id"), "origin": origin}
     settings = build_settings(config, steps, model, world.device)
+    kept = (config.keep_checkpoints, config.keep_every, config.keep_best)
     probe_rows = clone_rows(data.train) if config.probes else data.train
     rows = add_workers(data.train, config.workers)
     trainer = Trainer(
@@ -93,7 +93,7 @@ def build_run(config: RunConfig, world: World, source: Source | None = None) -> 
         schedule=schedule,
         loader=Loader(rows, batch_rows, world.rank, world.size, pin_memory=world.device.type == "cuda"),
         valid=data.valid,
-        checkpoints=build_checkpoints(config, folder / "checkpoints", world, metadata),
+        checkpoints=Checkpoints(folder / "checkpoints", world, *kept, metadata=metadata),
         settings=settings,
         monitor=build_monitor(config),
         stop=stop,
@@ -125,15 +125,6 @@ def build_initial_model(
     initial = read_initial_weights(config.init_from)
     initial.load_into(model, config.model, config.trust)  # before Muown derives its state from them
     return model, initial
-
-
-def build_checkpoints(config: RunConfig, folder: Path, world: World, metadata: dict[str, Any]) -> Checkpoints:
-    """Return the checkpoints of a run.
-
-    Args:
-        metadata: a description of the run, stored in each checkpoint.
-    """
-    return Checkpoints(folder, world, config.keep_checkpoints, config.keep_every, config.keep_best, metadata=metadata)
 
 
 def build_monitor(config: RunConfig) -> DivergenceMonitor:
