@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from numbers import Integral, Real
@@ -135,6 +135,7 @@ class BaseOptimizer(torch.optim.Optimizer):
                     raise ValueError(f"{name}: its gradient must be dense, got {p.grad.layout}")
         return [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
 
+    @torch.compiler.disable
     def _place_state(self, params: list[list[Tensor]]) -> None:
         """Create the state that is missing, and bring the rest to the device, dtype and strides of its parameter."""
         new: dict[Tensor, State] = {}
@@ -270,13 +271,13 @@ def _copy_state(state: State, expected: State, device: torch.device) -> State:
     return copies
 
 
-def _suspend_autocast(params: list[list[Tensor]]) -> ExitStack:
-    """Return a context in which autocast is off on all devices of the parameters."""
-    stack = ExitStack()
-    for kind in {p.device.type for p in chain.from_iterable(params)}:
+def _suspend_autocast(params: list[list[Tensor]]) -> AbstractContextManager[Any]:
+    """Return a context in which autocast is off on the device of the parameters."""
+    for p in chain.from_iterable(params):
+        kind = p.device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-    return stack
+            return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def _find_name(groups: list[Group], wanted: Tensor) -> str:

@@ -154,7 +154,9 @@ class MatrixOptimizer(BaseOptimizer):
     def _get_step_functions(self, W: Tensor, skip: Tensor | None) -> _StepFunctions:
         """Return the functions for matrices like W, compiled if `compile` was called."""
         if self._compile_options is None:
-            return _StepFunctions(self._prepare_or_restore, self._apply_or_restore, float)
+            # a user who compiles the whole step has numbers that change with each step as tensors
+            convert = _to_float64_tensor if torch.compiler.is_compiling() else float
+            return _StepFunctions(self._prepare_or_restore, self._apply_or_restore, convert)
         key = W.shape, W.stride(), W.dtype, W.device, skip is None
         if key not in self._compiled:
             options = {"dynamic": False, **self._compile_options}

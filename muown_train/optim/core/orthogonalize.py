@@ -82,6 +82,7 @@ def has_fast_bfloat16(device: torch.device | str) -> bool:
     return device.type == "cpu" and _cpu_has_fast_bfloat16()
 
 
+@torch.compiler.assume_constant_result  # for a user who compiles a whole step
 def _cpu_has_fast_bfloat16() -> bool:
     get_capabilities = getattr(torch.cpu, "get_capabilities", None)
     if get_capabilities is not None:

@@ -89,3 +89,23 @@ def test_combined_compiles_the_parts_that_support_it():
 
 def parameters(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@pytest.mark.parametrize("kind", [Muown, Muon])
+def test_a_whole_step_that_a_user_compiles_is_traced_once(kind):
+    def make():
+        torch.manual_seed(0)
+        return kind([torch.nn.Parameter(0.1 * torch.randn(shape)) for shape in ((12, 8), (8, 8))], ns_dtype="float32")
+
+    plain, compiled = make(), make()
+    torch._dynamo.reset()
+    counters.clear()
+    step = torch.compile(compiled.step, backend="eager")
+    for seed in range(6):
+        torch.manual_seed(seed)
+        for p, q in zip(parameters(plain), parameters(compiled), strict=True):
+            p.grad = torch.randn(p.shape)
+            q.grad = p.grad.clone()
+        plain.step(), step()
+    assert counters["stats"]["unique_graphs"] == 2  # before and after the state is placed
+    torch.testing.assert_close(parameters(compiled), parameters(plain))
