@@ -117,3 +117,48 @@ def test_groups_of_another_order_and_added_groups(flatten):
     train(model, optimizer, 2)
     train(fresh, loaded, 2)
     check_equal_models(model, fresh)
+
+
+@pytest.mark.parametrize("flatten", [True, False], ids=["flattened", "nested"])
+@pytest.mark.parametrize("build_part", [lambda: torch.nn.LayerNorm(8), lambda: torch.nn.Linear(8, 8, bias=False)])
+def test_a_model_without_matrices_or_without_others(build_part, flatten):
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+
+    def build_and_train(steps):
+        torch.manual_seed(0)
+        model = build_part()
+        matrices, rest = param_groups(model)
+        optimizer = Combined(Muown(matrices, lr=0.02), torch.optim.AdamW(rest))
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).pow(3).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    model, optimizer = build_and_train(3)
+    states = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+    fresh, loaded = build_and_train(0)
+    set_state_dict(fresh, loaded, model_state_dict=states[0], optim_state_dict=states[1], options=options)
+    check_equal_models(model, fresh)
+    check_equal_state(optimizer, loaded)
+
+
+def test_a_part_without_state_needs_strict_false():
+    """torch refuses a nested state that lacks a parameter, as plain SGD's are, and says what to do."""
+
+    def build_with_sgd(seed):
+        model = build_model(seed)
+        matrices, rest = param_groups(model)
+        return model, Combined(Muown(matrices, lr=0.02), torch.optim.SGD(rest, lr=0.1))
+
+    model, optimizer = build_with_sgd(0)
+    train(model, optimizer, 3)
+    states = copy.deepcopy(get_state_dict(model, optimizer))
+    fresh, loaded = build_with_sgd(1)
+    both = {"model_state_dict": states[0], "optim_state_dict": states[1]}
+    with pytest.raises(RuntimeError, match="strict=False"):
+        set_state_dict(fresh, loaded, **both)
+    set_state_dict(fresh, loaded, **both, options=StateDictOptions(strict=False))
+    train(model, optimizer, 2)
+    train(fresh, loaded, 2)
+    check_equal_models(model, fresh)
