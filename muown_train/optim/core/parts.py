@@ -56,6 +56,7 @@ class PartGroups:
     def replace(self, groups: list[Group]) -> None:
         """Make this list, and not a copy of it, the list of groups."""
         self.synchronize()
+        groups = groups if isinstance(groups, list) else list(groups)
         self._distribute(groups)
         self.groups = groups
 
