@@ -135,7 +135,7 @@ class BaseOptimizer(torch.optim.Optimizer):
                     raise ValueError(f"{name}: its gradient must be dense, got {p.grad.layout}")
         return [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # torch.compiler.disable would import the compiler at once
     def _place_state(self, params: list[list[Tensor]]) -> None:
         """Create the state that is missing, and bring the rest to the device, dtype and strides of its parameter."""
         new: dict[Tensor, State] = {}

@@ -82,7 +82,6 @@ def has_fast_bfloat16(device: torch.device | str) -> bool:
     return device.type == "cpu" and _cpu_has_fast_bfloat16()
 
 
-@torch.compiler.assume_constant_result  # for a user who compiles a whole step
 def _cpu_has_fast_bfloat16() -> bool:
     get_capabilities = getattr(torch.cpu, "get_capabilities", None)
     if get_capabilities is not None:
@@ -94,6 +93,10 @@ def _cpu_has_fast_bfloat16() -> bool:
         if probe is not None and probe():
             return True
     return False
+
+
+# For a user who compiles a whole step: torch.compiler.assume_constant_result sets this, but imports the compiler.
+_cpu_has_fast_bfloat16._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def choose_dtype(device: torch.device | str, dtype: torch.dtype) -> torch.dtype:
