@@ -148,7 +148,7 @@ class Combined(torch.optim.Optimizer):
         Parameters are matched by name where all groups on both sides have names, else by their order.
 
         Raises:
-            ValueError: if the groups do not match; no part has changed then.
+            ValueError: if the groups or their state do not match; no part has changed then.
         """
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -157,11 +157,17 @@ class Combined(torch.optim.Optimizer):
         groups = self.param_groups
         state_dict = match_by_name(groups, state_dict)
         saved = {id(group): other for group, other in zip(groups, state_dict["param_groups"], strict=True)}
-        for optimizer in self.optimizers:
-            own = [saved[id(group)] for group in optimizer.param_groups]
-            ids = set(_list_params(own))
-            share = {i: state for i, state in state_dict["state"].items() if i in ids}
-            optimizer.load_state_dict({"state": share, "param_groups": own})
+        before = [(optimizer, optimizer.state, optimizer.param_groups) for optimizer in self.optimizers]
+        try:
+            for optimizer in self.optimizers:
+                own = [saved[id(group)] for group in optimizer.param_groups]
+                ids = set(_list_params(own))
+                share = {i: state for i, state in state_dict["state"].items() if i in ids}
+                optimizer.load_state_dict({"state": share, "param_groups": own})
+        except Exception:  # loading makes a part's state and groups anew, so the old ones are as they were
+            for optimizer, state, own in before:
+                optimizer.state, optimizer.param_groups = state, own
+            raise
         self._groups.synchronize()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

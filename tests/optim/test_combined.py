@@ -581,3 +581,19 @@ class TestParts:
         check_equal(one, two)
         del one.param_groups[0]
         assert not one.optimizers[0].optimizers[0].param_groups
+
+
+def test_a_part_that_refuses_its_state_leaves_the_other_parts_as_they_were():
+    def combine(kind):
+        [(_, w)], [(_, v)] = named((4, 6)), named((6,))
+        return Combined(Muown([w], lr=0.1), kind([v], lr=0.1))
+
+    one, other = combine(SOAP), combine(Lion)
+    step(one, 0), step(other, 1)
+    before, state = snapshot(one), copy.deepcopy([dict(part.state) for part in one.optimizers])
+    with pytest.raises(ValueError, match="the saved optimizer kept exp_avg, this one keeps"):
+        one.load_state_dict(other.state_dict())
+    assert snapshot(one) == before
+    for part, states in zip(one.optimizers, state, strict=True):
+        for now, then in zip(part.state.values(), states.values(), strict=True):
+            assert all(torch.equal(now[key], then[key]) for key in then)
