@@ -8,7 +8,7 @@ from .muown import Muown
 from .muown_sign import MuownSign
 from .normuon import NorMuon, NorMuown
 from .param_groups import param_groups, parameter_roles
-from .sharding import shard
+from .sharding import gather_state_dict, shard
 from .soap import SOAP
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "NorMuon",
     "NorMuown",
     "describe",
+    "gather_state_dict",
     "param_groups",
     "parameter_roles",
     "shard",

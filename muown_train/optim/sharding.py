@@ -14,8 +14,8 @@ SOAP, torch.optim.Muon. They are equal to rounding where matrices are multiplied
 smaller: on CPUs batched Newton-Schulz was bit-equal too for all shapes tried on one thread, and on two threads 1e-15
 away for one of them.
 
-Only W travels. This has been run with gloo on CPUs. The same calls are meant for NCCL, whose `wait` blocks the device's
-stream and not the host; neither NCCL nor a GPU has been tried.
+Only W travels. This has been run with gloo, on CPUs and with two ranks on one GPU. The same calls are meant for NCCL,
+whose `wait` blocks the device's stream and not the host; NCCL has not been tried.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from .combined import Combined
 from .core.base import Group
 from .core.layouts import LAYOUT_DEFAULTS, split_matrices
+from .core.loading import match_by_name
 from .core.names import describe_parameter
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -64,8 +65,8 @@ def shard(optimizer: OptimizerT, process_group: dist.ProcessGroup | None = None)
     becomes a view into a flat buffer, and all ranks start from rank 0's values. Register your own step pre-hooks that
     look at gradients before this call, and post-hooks that look at parameters after it.
 
-    `state` and `state_dict()` hold this rank's share and need no communication; the union of `state` over all ranks
-    is the whole. `load_state_dict` takes the union, of any number of ranks, and picks what this rank owns.
+    `state` and `state_dict()` hold this rank's share and need no communication; `gather_state_dict` returns the whole.
+    `load_state_dict` takes the whole, of any number of ranks, and picks what this rank owns.
 
     Args:
         optimizer: any torch optimizer except LBFGS, or a `Combined`, with the same parameters on all ranks.
@@ -77,7 +78,8 @@ def shard(optimizer: OptimizerT, process_group: dist.ProcessGroup | None = None)
     Raises:
         ValueError: without a process group; for an optimizer that is sharded already, that cannot be sharded, or that
             differs between ranks; for parameters that share memory. Later `step` raises it for a parameter whose memory
-            was replaced, and `add_param_group`, copying and pickling always do.
+            was replaced, `load_state_dict` for a share of another rank, and `add_param_group`, copying and pickling
+            always do.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("shard needs a process group: call torch.distributed.init_process_group first")
@@ -95,7 +97,7 @@ def shard(optimizer: OptimizerT, process_group: dist.ProcessGroup | None = None)
                 part.state.pop(p, None)
         part.register_step_pre_hook(sharding.before_part_step)
         part.register_step_post_hook(sharding.after_part_step)
-        part.register_load_state_dict_pre_hook(sharding.drop_foreign_state)
+        part.register_load_state_dict_pre_hook(sharding.select_own_state)
     if isinstance(optimizer, Combined):
         optimizer.register_step_pre_hook(sharding.before_combined_step)
         optimizer.register_step_post_hook(sharding.after_combined_step)
@@ -106,6 +108,37 @@ def shard(optimizer: OptimizerT, process_group: dist.ProcessGroup | None = None)
             __reduce_ex__=_create_refusal("a sharded optimizer cannot be copied or pickled: use its state_dict()"),
         )
     return optimizer
+
+
+def gather_state_dict(optimizer: Optimizer, to: int = 0) -> dict[str, Any] | None:
+    """Gather the state dict of a sharded optimizer with the state of all ranks; this is a collective call.
+
+    Args:
+        optimizer: an optimizer that was given to `shard`.
+        to: the rank, in the group given to `shard`, that receives it.
+
+    Returns:
+        On that rank the state dict that the optimizer would have without `shard`, on the CPU; None on the others.
+
+    Raises:
+        ValueError: if the optimizer is not sharded.
+    """
+    sharding: _Sharding | None = vars(optimizer).get("_sharding")
+    if sharding is None:
+        raise ValueError("the optimizer is not sharded: its state_dict() is the whole")
+    own = optimizer.state_dict()
+    share = {i: {key: _move_to_cpu(value) for key, value in state.items()} for i, state in own["state"].items()}
+    shares: list[Any] | None = None
+    if sharding.rank == to:
+        shares = [None] * dist.get_world_size(sharding.process_group)
+    dist.gather_object(share, shares, group=sharding.process_group, group_dst=to)
+    if shares is None:
+        return None
+    return own | {"state": dict(sorted(chain.from_iterable(each.items() for each in shares)))}
+
+
+def _move_to_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def assign_owners(optimizer: Optimizer, size: int) -> Assignment:
@@ -226,12 +259,26 @@ class _Sharding:
             work.wait()
         self.pending = []
 
-    def drop_foreign_state(self, part: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict without the state of parameters that other ranks own."""
+    def select_own_state(self, part: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict without the state of parameters that other ranks own.
+
+        Raises:
+            ValueError: if a parameter that this rank owns has no state, while others have.
+        """
+        state_dict = match_by_name(part.param_groups, state_dict)
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        # zip is not strict: if the saved groups do not fit, the optimizer says so after this hook
-        foreign = {i for i, p in zip(ids, _iterate_parameters(part), strict=False) if self.owners[p] != self.rank}
-        return state_dict | {"state": {i: state for i, state in state_dict["state"].items() if i not in foreign}}
+        state, own = state_dict["state"], {}
+        for i, (name, p, _) in zip(ids, _iterate_named(part), strict=True):
+            if self.owners[p] != self.rank:
+                continue
+            if i in state:
+                own[i] = state[i]
+            elif state and p.requires_grad:
+                raise ValueError(
+                    f"the saved state has nothing for {name}, which rank {self.rank} owns, but for others: the state "
+                    "dict of a sharded optimizer is the share of one rank; save what gather_state_dict returns"
+                )
+        return state_dict | {"state": own}
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from muown_train.models.gpt import GPT
 from muown_train.optim import SOAP, Combined, Lion, Muon, Muown, MuownSign, NorMuon, NorMuown, param_groups
 from muown_train.optim.core.orthogonalize import svd
-from muown_train.optim.sharding import assign_owners, balance_costs, shard
+from muown_train.optim.sharding import assign_owners, balance_costs, gather_state_dict, shard
 from tests.helpers.ranks import on_ranks
 
 SHAPES = [(4, 6), (6, 4), (12, 4), (4, 6), (1, 5), (4, 6), (4, 6), (7, 1), (3, 3)]
@@ -240,7 +240,24 @@ def _refusals(world):
 
 
 def _several(world):
-    return _load(world), _closure(world), _refusals(world), _layout(world), _own_group(world), _order(world)
+    parts = _load(world), _closure(world), _refusals(world), _layout(world), _own_group(world), _order(world)
+    return *parts, _gather(world)
+
+
+def _gather(world):
+    """Gather sharded optimizers on each rank in turn, and load the share that rank 0 alone would save."""
+    found = {}
+    for name in ("muown svd float64", "adamw fused", "soap", "lion"):
+        replica, sharded = CASES[name](), shard(CASES[name]())
+        for optimizer in (replica, sharded):
+            train(optimizer, range(3))
+        gathered = [gather_state_dict(sharded, to=rank) for rank in range(world.size)]
+        assert [whole is not None for whole in gathered] == [rank == world.rank for rank in range(world.size)]
+        share = world.gather(sharded.state_dict())[0]
+        refused = message(lambda: sharded.load_state_dict(share)) if world.rank else None  # noqa: B023
+        found[name] = gathered[world.rank], replica.state_dict(), refused
+    found["sgd"] = message(lambda: gather_state_dict(torch.optim.SGD(everything(torch.float32), lr=0.1)))
+    return found
 
 
 def _layout(world):
@@ -297,6 +314,22 @@ def test_a_full_state_dict_loads_into_a_sharded_optimizer(several):
         for rank in several:
             assert rank[0][name][0] <= (0 if name in EXACT else 1e-6)
         assert sum(rank[0][name][1] for rank in several) == several[0][0][name][2]
+
+
+def test_gathered_on_one_rank_it_is_the_state_dict_of_the_replica(several):
+    for rank in several:
+        assert "not sharded" in rank[6].pop("sgd")
+        for whole, expected, _ in rank[6].values():
+            assert (
+                whole["param_groups"] == expected["param_groups"] and whole["state"].keys() == expected["state"].keys()
+            )
+            for i, state in expected["state"].items():
+                assert all(torch.equal(value, whole["state"][i][key]) for key, value in state.items())
+
+
+def test_the_share_of_one_rank_is_not_loaded_as_the_whole(several):
+    for _, _, refused in several[1][6].values():
+        assert "rank 1 owns, but for others" in refused and "gather_state_dict" in refused
 
 
 def test_closures(several):
