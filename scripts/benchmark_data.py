@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -126,7 +127,7 @@ def make_reading(folder: Path, tokens: int) -> dict[str, Iterator[int]]:
 
     path = folder / "random.bin"
     generator = np.random.default_rng(0)
-    with TokenWriter(path, np.dtype("<u2")) as writer:
+    with closing(TokenWriter(path, np.dtype("<u2"))) as writer:
         for begin in range(0, tokens, 1 << 20):
             writer.write(generator.integers(0, 50_000, min(1 << 20, tokens - begin)).astype(np.uint16))
 

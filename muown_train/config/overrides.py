@@ -1,12 +1,15 @@
 """Words of a command line as overrides: `key=value` in Hydra's grammar, and what of it a run does not accept."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+
+from muown_train.runtime.suggest import suggest_nearest
 
 
 def parse_overrides(overrides: Iterable[str]) -> list[Override]:
@@ -44,6 +47,27 @@ def _quote_word(override: str) -> str:
         except HydraException:
             return f"{key}='{value}'"
     return override
+
+
+def split_settings(words: Iterable[str], own_keys: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of a command's own keys, as far as they are given, and the overrides that choose the data.
+
+    Raises:
+        ValueError: a key is unknown; HydraException: a word is not an override.
+    """
+    words = list(words)
+    check_overrides(words)
+    own: dict[str, Any] = {}
+    data: list[str] = []
+    for override in parse_overrides(words):
+        key = override.key_or_group
+        if key.split(".")[0] == "data":
+            data.append(str(override.input_line))
+        elif key in own_keys:
+            own[key] = override.value()
+        else:
+            raise ValueError(f"there is no key {key}{suggest_nearest(key, ['data', *own_keys])}; see --help")
+    return own, data
 
 
 def check_overrides(overrides: Iterable[str]) -> None:

@@ -71,14 +71,8 @@ def print_line(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def add_to_hash(digest: hashlib.blake2b, text: str) -> None:
-    """Add a document to a hash, after its length in bytes."""
-    raw = text.encode()
-    digest.update(len(raw).to_bytes(8, "little") + raw)
-
-
 class SplitWriter:
-    """Writes the documents of one split to a token file, with a hash of the text and the count of each id."""
+    """Writes the documents of one split or shard to a token file, with a hash of the text and the count of each id."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self.counts = np.zeros(tokenizer.size, dtype=np.int64)
@@ -86,20 +80,24 @@ class SplitWriter:
         self._hash = hashlib.blake2b(digest_size=16)
         self._writer = TokenWriter(path, choose_dtype(tokenizer.size))
 
-    def write(self, text: str, ids: np.ndarray) -> None:
-        add_to_hash(self._hash, text)
+    @property
+    def tokens(self) -> int:
+        """The number of ids written so far."""
+        return self._writer.count
+
+    def write(self, text: str | None, ids: np.ndarray) -> None:
+        """Write the ids of a document, or those of its continuation, which has no text."""
+        if text is not None:
+            raw = text.encode()
+            self._hash.update(len(raw).to_bytes(8, "little") + raw)
+            self.documents += 1
         self._writer.write(ids)
         np.add.at(self.counts, ids, 1)
-        self.documents += 1
 
     def close(self) -> dict[str, Any]:
         """Complete the file and return its entry in the index."""
         self._writer.close()
-        return {
-            "documents": self.documents,
-            "tokens": self._writer.count,
-            "text": self._hash.hexdigest(),
-        }
+        return {"tokens": self.tokens, "documents": self.documents, "text": self._hash.hexdigest()}
 
 
 def encode_labelled(documents: Iterable[tuple[str, T]], tokenizer: Tokenizer) -> Generator[tuple[str, T, np.ndarray]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -37,15 +36,6 @@ class TokenWriter:
         self._file.seek(0)
         self._file.write(header.tobytes())
         self._file.close()
-
-    def __enter__(self) -> TokenWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._file.close()
 
 
 def read_tokens(path: Path, random_access: bool = False) -> np.ndarray:

@@ -1,3 +1,5 @@
+from contextlib import closing
+
 import numpy as np
 import pytest
 
@@ -5,7 +7,7 @@ from muown_train.data.token_file import TokenWriter, read_tokens
 
 
 def write(path, ids, dtype):
-    with TokenWriter(path, np.dtype(dtype)) as writer:
+    with closing(TokenWriter(path, np.dtype(dtype))) as writer:
         for part in np.array_split(np.array(ids, dtype=dtype), 3):
             writer.write(part)
 

@@ -25,10 +25,9 @@ from typing import TYPE_CHECKING, Any
 from muown_train.cli.errors import INTERRUPTED, CommandParser, exit_with, report_errors
 from muown_train.config.checks import check_int
 from muown_train.config.compose import load_config
-from muown_train.config.overrides import check_overrides, parse_overrides
+from muown_train.config.overrides import split_settings
 from muown_train.runtime.atomic_files import write_atomic
 from muown_train.runtime.progress import Progress, StatusLine
-from muown_train.runtime.suggest import suggest_nearest
 
 if TYPE_CHECKING:
     import torch
@@ -81,19 +80,8 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def parse_settings(settings: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the checked values of OWN_KEYS that are given, and the overrides that choose the data."""
-    check_overrides(settings)
-    own: dict[str, Any] = {}
-    data: list[str] = []
-    for override in parse_overrides(settings):
-        key, value = override.key_or_group, override.value()
-        if key.split(".")[0] == "data":
-            data.append(str(override.input_line))
-        elif key == "cache":
-            own[key] = str(value)
-        elif key in OWN_KEYS:
-            own[key] = check_int(key, value, 1)
-        else:
-            raise ValueError(f"there is no key {key}{suggest_nearest(key, ['data', *OWN_KEYS])}; see --help")
+    given, data = split_settings(settings, OWN_KEYS)
+    own = {key: str(value) if key == "cache" else check_int(key, value, 1) for key, value in given.items()}
     if data and not any(word.startswith("data=") for word in data):
         raise ValueError(f"{data[0]} has no data to belong to: give data=files, or data=stdlib, …, with it")
     if "data=files" in data and "valid_tokens" in own:

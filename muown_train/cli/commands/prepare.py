@@ -16,9 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-DEFAULTS = {"out": None, "tokens": None, "valid_tokens": 4_000_000, "shard_tokens": 100_000_000}
+OWN_KEYS = ("out", "tokens", "valid_tokens", "shard_tokens")
 
 
 def main(words: Sequence[str]) -> None:
@@ -32,48 +31,21 @@ def main(words: Sequence[str]) -> None:
     from muown_train.cli.errors import report_errors
     from muown_train.config.compose import compose_config
     from muown_train.config.instantiate import bind_target
+    from muown_train.config.overrides import split_settings
     from muown_train.data.sources import FROM_RUN
 
     with report_errors():
-        own, data = parse_settings(words)
+        own, data = split_settings(words, OWN_KEYS)
+        out = own.pop("out", None)
+        if not isinstance(out, str) or not out:
+            raise ValueError("out is not set: give the folder of the shards, such as out=shards")
+        if not any(word.startswith("data=") for word in data):
+            raise ValueError("data is not set: give data=fineweb_edu, or data=files with data.train=GLOB")
         config = OmegaConf.to_container(compose_config(data).data, resolve=True)
         target = bind_target(config, "data", given=FROM_RUN)  # type: ignore[arg-type]
         from muown_train.data.shards.prepare import prepare_shards
 
-        prepare_shards(Path(own.pop("out")).expanduser(), target.func.__name__, target.keywords, **own)
-
-
-def parse_settings(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the command's own keys, checked, and the overrides that choose the data.
-
-    Raises:
-        ValueError: a key is unknown or missing, or has a wrong value.
-    """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    from muown_train.config.checks import check_int
-    from muown_train.config.overrides import check_overrides
-    from muown_train.runtime.suggest import suggest_nearest
-
-    check_overrides(words)
-    own: dict[str, Any] = dict(DEFAULTS)
-    data: list[str] = []
-    for override in OverridesParser.create().parse_overrides(list(words)):
-        key = override.key_or_group
-        if key.split(".")[0] == "data":
-            data.append(str(override.input_line))
-        elif key in DEFAULTS:
-            own[key] = override.value()
-        else:
-            raise ValueError(f"there is no key {key}{suggest_nearest(key, ['data', *DEFAULTS])}; see --help")
-    if not isinstance(own["out"], str) or not own["out"]:
-        raise ValueError("out is not set: give the folder of the shards, such as out=shards")
-    if not any(word.startswith("data=") for word in data):
-        raise ValueError("data is not set: give data=fineweb_edu, or data=files with data.train=GLOB")
-    for key in ("tokens", "valid_tokens", "shard_tokens"):
-        if own[key] is not None or key != "tokens":
-            own[key] = check_int(key, own[key], 1)
-    return own, data
+        prepare_shards(Path(out).expanduser(), target.func.__name__, target.keywords, **own)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

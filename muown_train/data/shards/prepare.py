@@ -11,7 +11,6 @@ the first of its shards.
 from __future__ import annotations
 
 import errno
-import hashlib
 import io
 import json
 import os
@@ -25,16 +24,13 @@ import numpy as np
 
 from muown_train.config.checks import check_int
 from muown_train.data.cache import fingerprint
-from muown_train.data.corpus import add_to_hash
+from muown_train.data.corpus import SplitWriter
 from muown_train.data.hub.files import MINIMUM
 from muown_train.data.shards.dataset import COUNTS, FORMAT, INDEX, PROGRESS
 from muown_train.data.shards.reader import OPENERS, DocumentSource, Position, TokenReader
 from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer, choose_dtype, load_tokenizer
-from muown_train.data.token_file import TokenWriter
 from muown_train.runtime.atomic_files import PARTIAL, sync_to_disk, write_atomic
 from muown_train.runtime.progress import Progress, StatusLine
-
-FLUSH = 1 << 20  # ids that are written and counted together
 
 
 def prepare_shards(
@@ -60,11 +56,14 @@ def prepare_shards(
     """
     from filelock import FileLock, Timeout
 
-    _check(data, settings, tokens, valid_tokens, shard_tokens)
+    limits = {"tokens": tokens, "valid_tokens": valid_tokens, "shard_tokens": shard_tokens}
+    for key, value in limits.items():
+        if value is not None or key != "tokens":
+            limits[key] = check_int(key, value, 1)
+    _check(data, settings)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"out={folder} is a file: give a folder")
     data_settings = {f"data.{key}": value for key, value in settings.items() if key not in MINIMUM}
-    limits = {"tokens": tokens, "valid_tokens": valid_tokens, "shard_tokens": shard_tokens}
     arguments = json.loads(json.dumps({"kind of data": data, **data_settings, **limits}))
     with _explain_full_disk(folder), StatusLine(every=5.0, first=2.0) as line:
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,12 +74,9 @@ def prepare_shards(
             raise ValueError(f"another process is preparing {folder}: wait for it or give another out=") from error
 
 
-def _check(data: str, settings: Mapping[str, Any], tokens: int | None, valid_tokens: int, shard_tokens: int) -> None:
+def _check(data: str, settings: Mapping[str, Any]) -> None:
     if data not in OPENERS:
         raise ValueError(f"data with the target {data} cannot be prepared; {', '.join(OPENERS)} can")
-    for key, value in (("tokens", tokens), ("valid_tokens", valid_tokens), ("shard_tokens", shard_tokens)):
-        if value is not None:
-            check_int(key, value, 1)
     for key in MINIMUM.keys() & settings.keys():
         check_int(f"data.{key}", settings[key], MINIMUM[key])
     if not settings.get("tokenizer"):
@@ -152,9 +148,9 @@ def _write_all(
                 if wanted is not None:
                     room = min(room, wanted - written)
                 shard = _Shard(folder, "train", number, tokenizer)
-                if room == 0 or not shard.fill(reader, room, False, tally):
+                if not shard.fill(reader, room, False, tally):
                     break
-                counts = counts + shard.counts
+                counts = counts + shard.writer.counts
                 _save_array(folder / _get_counts_name(number + 1), counts)
             shards.append(shard.finish())
             state["cursor"] = asdict(reader.position)
@@ -201,14 +197,11 @@ class _Shard:
     """A shard that is being written."""
 
     def __init__(self, folder: Path, split: str, number: int, tokenizer: HubTokenizer) -> None:
-        self.counts = np.zeros(tokenizer.size, dtype=np.int64)
         self._split = split
         self._path = folder / f"{split}_{number:06d}.bin"
         self._partial = folder / f"{self._path.name}{PARTIAL}"
-        self._dtype = choose_dtype(tokenizer.size)
-        self._text = hashlib.blake2b(digest_size=16)
         self._starts: list[int] = []
-        self._tokens = 0
+        self.writer = SplitWriter(self._partial, tokenizer)
 
     def fill(self, reader: TokenReader, room: int, whole: bool, tally: _Tally) -> int:
         """Write `room` tokens, or as many as there are, and return their number.
@@ -216,40 +209,22 @@ class _Shard:
         Args:
             whole: whether to write all of the document that reaches `room`.
         """
-        waiting: list[np.ndarray] = []
-        with TokenWriter(self._partial, self._dtype) as writer:
-            while self._tokens < room and (piece := reader.take(None if whole else room - self._tokens)) is not None:
-                if piece.text is not None:
-                    add_to_hash(self._text, piece.text)
-                    self._starts.append(self._tokens)
-                waiting.append(piece.ids)
-                self._tokens += len(piece.ids)
-                if self._tokens - writer.count >= FLUSH:
-                    self._flush(writer, waiting)
-                tally.add(len(piece.ids), reader.fraction_read)
-            self._flush(writer, waiting)
-        return self._tokens
-
-    def _flush(self, writer: TokenWriter, waiting: list[np.ndarray]) -> None:
-        if waiting:
-            ids = np.concatenate(waiting)
-            writer.write(ids)
-            self.counts += np.bincount(ids, minlength=len(self.counts))
-            waiting.clear()
+        writer = self.writer
+        while writer.tokens < room and (piece := reader.take(None if whole else room - writer.tokens)) is not None:
+            if piece.text is not None:
+                self._starts.append(writer.tokens)
+            writer.write(piece.text, piece.ids)
+            tally.add(len(piece.ids), reader.fraction_read)
+        return writer.tokens
 
     def finish(self) -> dict[str, Any]:
         """Put the shard in its place and return its entry in the index."""
+        entry = {"file": self._path.name, "split": self._split, **self.writer.close()}
         sync_to_disk(self._partial)
         _save_array(self._path.with_suffix(".documents.npy"), np.array(self._starts, dtype="<u8"))
         os.replace(self._partial, self._path)
         sync_to_disk(self._path.parent)
-        return {
-            "file": self._path.name,
-            "split": self._split,
-            "tokens": self._tokens,
-            "documents": len(self._starts),
-            "text": self._text.hexdigest(),
-        }
+        return entry
 
 
 def _refuse_other_arguments(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import time
 import tracemalloc
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def folder(tmp_path):
 
 
 def write(path, ids, dtype="<u2"):
-    with TokenWriter(path, np.dtype(dtype)) as writer:
+    with closing(TokenWriter(path, np.dtype(dtype))) as writer:
         writer.write(np.asarray(ids))
 
 

@@ -11,6 +11,7 @@ from filelock import FileLock
 
 from muown_train.data.shards import prepare
 from muown_train.data.shards import reader as reader
+from muown_train.data.token_file import TokenWriter
 from muown_train.runtime.progress import StatusLine
 from tests.helpers.prepared import END, LIMITS, contents, documents_in, run, tokens_of
 from tests.helpers.text_files import word_tokenizer_json
@@ -174,7 +175,7 @@ def test_two_processes_and_other_shards(source, tmp_path):
 def test_a_full_disk_is_one_sentence_and_goes_on(source, tmp_path, monkeypatch):
     _, settings = source
     run(tmp_path / "whole", settings)
-    real = prepare.TokenWriter.write
+    real = TokenWriter.write
 
     def write(self, ids):
         if "000003" in self._file.name:
@@ -182,7 +183,7 @@ def test_a_full_disk_is_one_sentence_and_goes_on(source, tmp_path, monkeypatch):
         real(self, ids)
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare.TokenWriter, "write", write)
+        patch.setattr(TokenWriter, "write", write)
         with pytest.raises(OSError, match=r"disk of .*out is full: make room, and the same command goes on"):
             run(tmp_path / "out", settings)
     run(tmp_path / "out", settings)
