@@ -40,20 +40,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
     """
     if _observer is not None:
         _observer(q, k, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    if prefers_blocks(q.device.type, q.dtype, q.shape[2]):
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= LONGEST:
         return blockwise_attention(q, k, v, scale)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-
-
-def prefers_blocks(device_type: str, dtype: torch.dtype, length: int) -> bool:
-    """Return whether blocks of queries are the faster way on a device of this type."""
-    return device_type == "cpu" and dtype == torch.bfloat16 and length <= LONGEST
-
-
-def split_into_blocks(length: int) -> list[tuple[int, int]]:
-    """Return where each block of queries starts and ends; the keys that it sees end there too."""
-    size = min(length, max(BLOCK, math.ceil(length / 4)))
-    return [(start, min(length, start + size)) for start in range(0, length, size)]
 
 
 def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
@@ -64,8 +53,8 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = N
     B, h, T, d = q.shape
     scale = 1 / math.sqrt(d) if scale is None else scale
     q, k, v = (x.reshape(B * h, T, d) for x in (q, k, v))
-    blocks = split_into_blocks(T)
-    size = blocks[0][1]  # the last block may be smaller
+    size = min(T, max(BLOCK, math.ceil(T / 4)))  # the last block may be smaller
+    blocks = [(start, min(T, start + size)) for start in range(0, T, size)]  # the keys that it sees end there too
     width = size * len(blocks)
     # this is the last block's mask; earlier blocks use a part of it, shifted to the left
     mask = torch.full((size, width), -math.inf, dtype=q.dtype).triu(width - size + 1)

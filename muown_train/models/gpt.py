@@ -10,12 +10,10 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from muown_train.config.checks import check_positive
 from muown_train.models.attention import KeyValueCache, cached_attention, causal_attention
 from muown_train.models.language_model import LanguageModel, check_heads, check_sizes
-from muown_train.models.loss import linear_cross_entropy
 
 
 def compute_mlp_hidden(dim: int) -> int:
@@ -157,16 +155,5 @@ class GPT(LanguageModel):
                 nn.init.normal_(out.weight, std=std / math.sqrt(2 * self.layers))
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        positions = self.find_positions(inputs, cache)
-        x = self.embedding(inputs)  # (B, T, D)
-        cos, sin = self.cos[positions], self.sin[positions]
-        recomputed_blocks = self.activation_checkpointing if torch.is_grad_enabled() else 0
-        for i, block in enumerate(self.blocks):
-            if i < recomputed_blocks:  # blocks draw no random numbers, so there is no generator state to preserve
-                x = checkpoint(block, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = block(x, cos, sin, cache)
-        x = self.norm(x)
-        if targets is None:
-            return F.linear(x, self.embedding.weight)
-        return linear_cross_entropy(x.flatten(0, 1), self.embedding.weight, targets.flatten())
+        x = self.norm(self.run_blocks(self.embedding(inputs), cache))  # (B, T, D)
+        return self.apply_head(x, self.embedding.weight, targets)

@@ -3,10 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from muown_train.config.instantiate import bind_target
 from muown_train.models.attention import KeyValueCache
+from muown_train.models.loss import linear_cross_entropy, softcap_logits
 
 
 class LanguageModel(nn.Module):
@@ -25,6 +29,7 @@ class LanguageModel(nn.Module):
     tied_embeddings: bool = True  # the weights of the embedding are those of the head
     cos: Tensor  # (seq_len, head_dim), see `register_rotary_table`
     sin: Tensor
+    blocks: nn.ModuleList  # each maps (x, cos, sin, cache) to (B, T, D), see `run_blocks`
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
         """Return logits (B, T, vocab_size), or with targets (B, T) the summed cross-entropy in nats, a float32 scalar.
@@ -35,7 +40,7 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
     def find_positions(self, inputs: Tensor, cache: KeyValueCache | None) -> slice:
-        """Return the positions of inputs (B, T), which follow those in the cache."""
+        """Return the positions of inputs (B, T, …), which follow those in the cache."""
         start = cache.length if cache is not None else 0
         end = start + inputs.shape[1]
         assert end <= self.seq_len, f"input of {end} tokens, model.seq_len is {self.seq_len}"
@@ -45,6 +50,28 @@ class LanguageModel(nn.Module):
         """Keep the cosines and sines of the rotary embedding as buffers, which checkpoints leave out."""
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+
+    def run_blocks(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
+        """Return the output of `blocks` for embedded inputs x (B, T, D), whose positions follow those in the cache.
+
+        The first `activation_checkpointing` blocks keep only their input for the backward pass.
+        """
+        positions = self.find_positions(x, cache)
+        cos, sin = self.cos[positions], self.sin[positions]
+        recomputed_blocks = self.activation_checkpointing if torch.is_grad_enabled() else 0
+        for i, block in enumerate(self.blocks):
+            if i < recomputed_blocks:  # blocks draw no random numbers, so there is no generator state to preserve
+                x = checkpoint(block, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, cos, sin, cache)
+        return x
+
+    def apply_head(self, x: Tensor, weight: Tensor, targets: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        """Return what `forward` returns for the final states x (B, T, D), by the head's weight (vocab_size, D)."""
+        if targets is not None:
+            return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), bias, self.softcap)
+        logits = F.linear(x, weight, bias)
+        return logits if self.softcap is None else softcap_logits(logits.float(), self.softcap)
 
     def flops_per_token(self) -> float:
         """Return the floating-point operations of one token's forward and backward pass at T = seq_len.

@@ -8,13 +8,11 @@ FlashAttention does not take.
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from muown_train.config.checks import check_positive
 from muown_train.models.attention import KeyValueCache, cached_attention, causal_attention
 from muown_train.models.language_model import LanguageModel, check_heads, check_sizes
-from muown_train.models.loss import linear_cross_entropy
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, Qwen2Config, Qwen2ForCausalLM
@@ -106,10 +104,7 @@ class Qwen2(LanguageModel):
         their_cache = None if cache is None else _Cache(cache)
         # the cache is passed by position, since the name of its argument differs between versions of transformers
         x = self.qwen2.model(inputs, None, None, their_cache, use_cache=cache is not None)[0]  # (B, T, D)
-        weight = self.qwen2.lm_head.weight
-        if targets is None:
-            return F.linear(x, weight)
-        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten())
+        return self.apply_head(x, self.qwen2.lm_head.weight, targets)
 
 
 class _Cache(DynamicCache):

@@ -15,7 +15,6 @@ from muown_train.config.checks import check_positive
 from muown_train.models.attention import KeyValueCache
 from muown_train.models.gpt import Attention, build_rotary_table
 from muown_train.models.language_model import LanguageModel, check_sizes
-from muown_train.models.loss import linear_cross_entropy
 
 
 class MLP(nn.Module):
@@ -92,12 +91,5 @@ class Speedrun(LanguageModel):
         nn.init.kaiming_uniform_(self.embedding.weight, a=math.sqrt(5))
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        positions = self.find_positions(inputs, cache)
-        x = self.embedding(inputs)  # (B, T, D)
-        cos, sin = self.cos[positions], self.sin[positions]
-        for block in self.blocks:
-            x = block(x, cos, sin, cache)
-        x = rms_norm(x, self.norm_eps)
-        if targets is None:
-            return F.linear(x, self.embedding.weight)
-        return linear_cross_entropy(x.flatten(0, 1), self.embedding.weight, targets.flatten())
+        x = rms_norm(self.run_blocks(self.embedding(inputs), cache), self.norm_eps)  # (B, T, D)
+        return self.apply_head(x, self.embedding.weight, targets)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from muown_train.models.attention import KeyValueCache, cached_attention, causal_attention
 from muown_train.models.gpt import rotate
 from muown_train.models.language_model import LanguageModel, check_sizes
-from muown_train.models.loss import linear_cross_entropy, softcap_logits
 
 ATTENTION_SCALE = 0.12  # the factor of q k^T, in place of 1 / sqrt(128) = 0.088
 LOWEST_FREQUENCY = 1 / 1024  # radians per token, in the half of each head that is rotated
@@ -150,15 +149,8 @@ class Track3(LanguageModel):
         return self.head
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        positions = self.find_positions(inputs, cache)
         x = self.embedding(inputs)  # (B, T, D)
         if not torch.is_autocast_enabled(x.device.type):
             x = x.to(self.norm.weight.dtype)
-        x = self.embedding_norm(x)
-        cos, sin = self.cos[positions], self.sin[positions]
-        for block in self.blocks:
-            x = block(x, cos, sin, cache)
-        x = self.norm(x)
-        if targets is None:
-            return softcap_logits(self.head(x).float(), self.softcap)
-        return linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), self.head.bias, self.softcap)
+        x = self.norm(self.run_blocks(self.embedding_norm(x), cache))
+        return self.apply_head(x, self.head.weight, targets, self.head.bias)
