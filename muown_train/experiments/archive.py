@@ -168,7 +168,7 @@ def _lock(folder: Path) -> Iterator[None]:
     Raises:
         ValueError: another process is changing them.
     """
-    from filelock import FileLock, Timeout  # not where archives are read alone
+    from filelock import FileLock, Timeout  # those who only read archives do not need it
 
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
@@ -177,6 +177,6 @@ def _lock(folder: Path) -> Iterator[None]:
             try:
                 yield
             finally:
-                path.unlink(missing_ok=True)  # it would be committed
+                path.unlink(missing_ok=True)  # otherwise it would be committed
     except Timeout:
         raise ValueError(f"another process archives runs to {folder}: wait for it and repeat the command") from None

@@ -36,16 +36,8 @@ class Comparison:
     def make_overview(self) -> Table:
         """Return a line for each setting, with means and standard deviations over the runs that finished."""
         head = (
-            "setting",
-            "runs",
-            "validation loss",
-            "perplexity",
-            "training loss",
-            "steps",
-            "tokens",
-            "tokens/s",
-            "largest lr",
-            "state",
+            *("setting", "runs", "validation loss", "perplexity", "training loss"),
+            *("steps", "tokens", "tokens/s", "largest lr", "state"),
         )
         rows = [self._make_overview_row(label, group) for label, group in zip(self.labels, self.groups, strict=True)]
         return Table("Final numbers", head, rows, ("training loss", "tokens", "largest lr", "tokens/s", "perplexity"))
@@ -86,17 +78,10 @@ class Comparison:
         for label, group in zip(self.labels, self.groups, strict=True):
             for run in group.runs:
                 steps, losses = run.series("valid/loss")
+                final = [f"{losses[-1]:.4f}", f"{steps[-1]:,.0f}"] if len(losses) else [ABSENT, ABSENT]
+                seconds = format_duration(run.last("time") or 0)
                 rows.append(
-                    [
-                        label,
-                        run.name,
-                        str(run.seed),
-                        f"{losses[-1]:.4f}" if len(losses) else ABSENT,
-                        f"{steps[-1]:,.0f}" if len(losses) else ABSENT,
-                        format_duration(run.last("time") or 0),
-                        run.device or ABSENT,
-                        describe_state(run),
-                    ]
+                    [label, run.name, str(run.seed), *final, seconds, run.device or ABSENT, describe_state(run)]
                 )
         return Table("Runs", head, rows)
 
@@ -203,7 +188,7 @@ def _rank_key(key: str) -> int:
 
 def _format_word(key: str, value: Any, chosen: Iterable[str]) -> str:
     if key.endswith("_target_"):
-        return format_value(value).rpartition(".")[2]  # such as Muown or wsd
+        return format_value(value).rpartition(".")[2]  # gives Muown or wsd
     last = key.rpartition(".")[2]
     return f"{key if sum(k.rpartition('.')[2] == last for k in chosen) > 1 else last}={format_value(value)}"
 

@@ -29,7 +29,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Task:
-    """What a process does for a run."""
+    """A piece of work for a run, which a process of its own does."""
 
     name: str
     log: str
@@ -186,7 +186,7 @@ class Launcher:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(_list_gpu_names(self.gpus)[i] for i in mine)
         self.say(f"{task.name}  {task.start_text}")
         log = self.logs / f"{task.log}.log"
-        with log.open("ab") as file:  # its own session: Ctrl-C reaches it through this process alone
+        with log.open("ab") as file:  # a session of its own lets Ctrl-C reach it through this process alone
             process = subprocess.Popen(
                 task.command,
                 stdin=subprocess.DEVNULL,

@@ -17,7 +17,7 @@ from muown_train.experiments.grid import Grid, GridPoint
 from muown_train.runs.record import NoRun, RunRecord, get_defining_settings, read_archived_runs, read_config, read_run
 from muown_train.runtime.redaction import redact_tree
 
-# in the order of summaries; of several runs of a point the one whose state comes first counts
+# Summaries have this order. Of several runs of a point the one whose state comes first counts.
 STATES = ("done", "diverged", "running", "queued", "stopped", "cut off", "failed", "damaged", "missing")
 
 
@@ -26,14 +26,14 @@ class GridPointStatus:
     """A point of a grid, its run if there is one, and the state of that."""
 
     point: GridPoint
-    folder: Path  # where the run lies, or would lie
+    folder: Path  # the run lies, or would lie, here
     run: RunRecord | None
     state: str  # one of STATES
     damage: str | None = None  # the reason why a damaged run counts for nothing
 
     @property
     def needs_training(self) -> bool:
-        """Whether there is something left to train, and no process trains it or waits to."""
+        """True if there is something left to train, and no process trains it or waits to."""
         return self.state not in ("done", "diverged", "running", "queued", "damaged")
 
     def format_line(self, width: int) -> str:
@@ -82,13 +82,11 @@ def read_progress(
                 candidates.append(GridPointStatus(point, own, None, "damaged", str(error)))
         if not candidates:
             candidates = [GridPointStatus(point, own, None, _judge_folder(own))]
-        statuses.append(min(candidates, key=_rank_status))
+        # the best state counts, and of equal ones the most steps
+        statuses.append(
+            min(candidates, key=lambda each: (STATES.index(each.state), -(each.run.step if each.run else 0)))
+        )
     return statuses
-
-
-def _rank_status(status: GridPointStatus) -> tuple[int, int]:
-    """Return a key by which the run that counts for a point comes first: the best state, then the most steps."""
-    return STATES.index(status.state), -(status.run.step if status.run else 0)
 
 
 def _read_runs(out: Path) -> Iterator[RunRecord]:

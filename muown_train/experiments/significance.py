@@ -18,7 +18,7 @@ _LEAST = MARGIN - 1e-9  # (3.28 - 3.278) sqrt(4) is 0.004 but for rounding
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the rule says about the losses of n runs."""
+    """The judgement of the rule on the losses of n runs."""
 
     mean: float
     n: int

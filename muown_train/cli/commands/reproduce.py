@@ -37,7 +37,7 @@ from muown_train.experiments.archive import archive_experiment, list_kept_places
 from muown_train.experiments.grid import Grid, list_grids, load_grid
 from muown_train.experiments.launch import STOPPED, Launcher, make_measuring_task, make_training_task
 from muown_train.experiments.progress import GridPointStatus, describe_damage, read_progress, summarize
-from muown_train.experiments.report.page import check_page, fill_page
+from muown_train.experiments.report.page import fill_page, find_part
 from muown_train.experiments.report.results import build_report
 from muown_train.experiments.report.write import ReportWriter
 from muown_train.experiments.slurm_queue import mark_queued_runs, submit_runs
@@ -89,7 +89,7 @@ def main(words: Sequence[str]) -> int:
         grid = grid.select(request.points, request.seeds, request.series)
         points = grid.expand(request.overrides)
         if request.page:
-            check_page(Path(request.page), grid.folder)
+            find_part(Path(request.page), grid.folder)  # the report is made only if the page can show it
         if request.action == "archive":
             statuses = read_progress(grid, points, request.out)
         else:

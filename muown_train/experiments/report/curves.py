@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LOSS = "loss (nats per token)"
 _EARLY = 0.2  # the share of a run, from its start, whose high losses may lie above the frame
 _MAX_ENTRY = 34  # characters of an entry of a legend beside the axes
-_CROWDED = 8  # with more settings than this, single runs are not drawn
+_CROWDED = 8  # single runs are drawn of this many settings at most
 _FAR_APART = 10.0  # budgets that differ by more than this factor are drawn on a logarithmic axis
 
 LossReader = Callable[[RunRecord, str], Series]  # returns a loss against step, tokens or time

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _ROOM = 0.05  # empty share of the frame's height, below and above
-_MAX_TICKS = 6  # as many have room beside one another
+_MAX_TICKS = 6  # this many have room beside one another
 
 
 def plot_rates(report: Report, paths: Sequence[Path]) -> bool:

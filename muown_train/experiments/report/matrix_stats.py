@@ -31,7 +31,7 @@ class MatrixQuantity(NamedTuple):
     key: str
     title: str
     symbol: str = ""
-    transform: Callable[[np.ndarray], np.ndarray] = np.asarray  # from what is stored to what is shown
+    transform: Callable[[np.ndarray], np.ndarray] = np.asarray  # turns what is stored into what is shown
 
 
 SPECTRAL = (  # the factors of Proposition 1

@@ -28,7 +28,7 @@ def fill_page(page: Path, name: str, body: str, files: Sequence[Path]) -> Path:
         ValueError: the page does not exist or has no such part, or the report has no such figure.
         OSError: it cannot be written.
     """
-    part = _find_part(page, name)
+    part = find_part(page, name)
     figures = {path.stem: path for path in files if path.suffix == ".png"}
     shown = part[3].split() or list(figures)
     if missing := [figure for figure in shown if figure not in figures]:
@@ -43,16 +43,12 @@ def fill_page(page: Path, name: str, body: str, files: Sequence[Path]) -> Path:
     return folder
 
 
-def check_page(page: Path, name: str) -> None:
-    """Check that a page can show a report, before the report is made.
+def find_part(page: Path, name: str) -> re.Match[str]:
+    """Find the part of a page that shows a report.
 
     Raises:
         ValueError: the page does not exist or has no such part.
     """
-    _find_part(page, name)
-
-
-def _find_part(page: Path, name: str) -> re.Match[str]:
     if not page.is_file():
         raise ValueError(f"page={page} is no file: give a page of Markdown that shows the report")
     parts = {match[2]: match for match in _PART.finditer(page.read_text())}

@@ -24,14 +24,12 @@ class Quantity(NamedTuple):
 
     title: str
     column: str  # the name of its column in a CSV file
-    digits: tuple[int, int]  # of means and deviations, as in the paper
+    digits: tuple[int, int]  # decimals of means and of deviations, as in the paper
     measure: Callable[[RunRecord], float | None]
 
 
 _QUANTITIES = {
-    "perplexity": Quantity(
-        "Validation perplexity", "valid_perplexity", (2, 3), lambda run: run.last("valid/perplexity")
-    ),
+    "perplexity": Quantity("Validation perplexity", "valid_perplexity", (2, 3), lambda r: r.last("valid/perplexity")),
     "loss": Quantity("Validation loss", "valid_loss", (4, 4), lambda run: run.last("valid/loss")),
     "step_time": Quantity("Median time of a step, seconds", "step_time", (2, 3), lambda run: run.step_time),
 }
@@ -84,7 +82,7 @@ class Result:
 
     @property
     def diverged(self) -> bool:
-        """Whether a run diverged and none is done."""
+        """True if a run diverged and none is done."""
         return not self.values and self.count("diverged") > 0
 
     @property
@@ -109,7 +107,7 @@ class Report:
 
     grid: Grid
     results: tuple[Result, ...]
-    stats: tuple[MatrixStats, ...]  # for each setting whose finished runs have numbers of the probe `grid.report`
+    stats: tuple[MatrixStats, ...]  # one for each setting whose finished runs have numbers of the probe `grid.report`
     overrides: tuple[str, ...]  # the settings of all runs besides the experiment's
 
     @property
@@ -119,7 +117,7 @@ class Report:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether the paper has numbers that these results can be compared with."""
+        """True if the paper has numbers that these results can be compared with."""
         return bool(self.grid.paper) and self.grid.scale is None
 
     @property

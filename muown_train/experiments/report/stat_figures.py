@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _COLUMN, _ROW, _LEGEND = 1.45, 1.5, 1.6  # inches
 _DEPTHS = (4 / 22, 8 / 22, 12 / 22, 16 / 22)  # the paper shows these of 22 blocks one by one
-_DEPTH = _DEPTHS[-1]  # and the singular values of this one
+_DEPTH = _DEPTHS[-1]  # the paper shows the singular values of this one
 _BINS = 30
 
 
@@ -61,7 +61,8 @@ def plot_singular_values(report: Report, paths: Sequence[Path]) -> bool:
     if not kinds:
         return False
     # these lines have no markers, so that they must differ otherwise
-    styles = [line_style | {"linestyle": style.LINES[i % 4]} for i, line_style in enumerate(_choose_styles(lines))]
+    styles = style.choose_styles([line.label for line in lines])
+    styles = [line_style | {"linestyle": style.LINES[i % 4]} for i, line_style in enumerate(styles)]
     with _new_figure(len(kinds), 2) as figure:
         axes = figure.subplots(2, len(kinds), squeeze=False)
         for column, kind in enumerate(kinds):
@@ -132,9 +133,8 @@ def plot_step_times(report: Report, paths: Sequence[Path]) -> bool:
     with style.new_figure(5.4, 0.7 + 0.32 * len(rows)) as figure:
         axes = figure.subplots()
         for row, (_, (low, median, high), paper_mean) in enumerate(rows):
-            axes.errorbar(
-                median, row, xerr=[[median - low], [high - median]], fmt="o", color=style.BLUE, capsize=3, linewidth=1.2
-            )
+            whiskers = [[median - low], [high - median]]
+            axes.errorbar(median, row, xerr=whiskers, fmt="o", color=style.BLUE, capsize=3, linewidth=1.2)
             if report.is_comparable and paper_mean is not None:
                 axes.plot(paper_mean, row, "s", color=style.VERMILLION, markerfacecolor="none")
         axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
@@ -159,10 +159,6 @@ def _find_layer_at(depth: float, layers: int) -> int:
     return max(0, round(depth * layers) - 1)
 
 
-def _choose_styles(lines: Sequence[MatrixStats]) -> list[dict[str, Any]]:
-    return style.choose_styles([line.label for line in lines])
-
-
 def _new_figure(columns: int, rows: int) -> Any:
     return style.new_figure(max(4.5, _LEGEND + _COLUMN * columns), 0.6 + _ROW * rows)
 
@@ -177,7 +173,7 @@ def _plot_grid(
         scale: of the y axes.
     """
     lines = report.stats
-    kinds, styles = list_kinds(lines), _choose_styles(lines)
+    kinds, styles = list_kinds(lines), style.choose_styles([line.label for line in lines])
     if not kinds or not any(len(line.compute_spread(rows[0][0].key).steps) for line in lines):
         return False
     with _new_figure(len(kinds), len(rows)) as figure:
@@ -206,9 +202,8 @@ def _draw_spread(axes: "Axes", spread: Spread, line_style: dict[str, Any]) -> No
     if not len(spread.steps):
         return
     axes.plot(spread.steps, spread.median, linewidth=1.2, markevery=max(1, len(spread.steps) // 5), **line_style)
-    axes.fill_between(
-        spread.steps, spread.quantiles[0], spread.quantiles[-1], color=line_style["color"], alpha=0.15, linewidth=0
-    )
+    least, *_, largest = spread.quantiles
+    axes.fill_between(spread.steps, least, largest, color=line_style["color"], alpha=0.15, linewidth=0)
 
 
 def _draw_quartiles(axes: "Axes", spread: Spread, shift: float, label: str, line_style: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ _OPTIMIZERS = ("muown", "muon", "normuon", "adamw", "soap", "lion")  # these hav
 LINES = ("-", "--", "-.", ":")
 MARKERS = "osD^vPX"
 _MAX_VALUE = 20  # letters of a value in a legend
-_MIN_TICKS = 3  # of a logarithmic axis
+_MIN_TICKS = 3  # a logarithmic axis has at least this many
 _LOOK: dict[Any, Any] = {
     "font.size": 8,
     "axes.titlesize": 9,

@@ -32,7 +32,7 @@ class ReportWriter:
 
     @cached_property
     def tables(self) -> list[Table]:
-        """All tables: losses, beside the paper's where they can be compared, and what else was measured."""
+        """The tables: losses, beside the paper's where they can be compared, and what else was measured."""
         report = self.report
         tables = [make_result_table(report)]
         if report.is_comparable:
