@@ -138,15 +138,11 @@ def _train_job(composed: DictConfig) -> None:
         hydra_config = HydraConfig.get()
         overrides = list(hydra_config.overrides.task)
         if hydra_config.mode == RunMode.MULTIRUN:
-            _redact_file(Path(hydra_config.sweep.dir) / "multirun.yaml")  # Hydra writes the command line there
+            file = Path(hydra_config.sweep.dir) / "multirun.yaml"  # Hydra writes the command line there
+            if file.exists():
+                write_atomic(file, redact(file.read_text()).encode())
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 raise ValueError(
                     "--multirun trains one job after the other in one process: under torchrun start each alone"
                 )
         train(check_config(composed, hydra_config.runtime.choices, overrides), overrides)
-
-
-def _redact_file(file: Path) -> None:
-    """Replace secrets in a text file by ***."""
-    if file.exists():
-        write_atomic(file, redact(file.read_text()).encode())

@@ -200,7 +200,8 @@ def format_table(kind: str, numbers: Mapping[str, float]) -> list[str]:
     for key, value in numbers.items():
         name, _, quantity = key.partition("/")
         if "." in name:
-            rows[replace_layer(name)][quantity or "effective rank"].append(value)
+            every_layer = ".".join("*" if part.isdigit() else part for part in name.split("."))
+            rows[every_layer][quantity or "effective rank"].append(value)
     columns = [column for column in COLUMNS[kind] if any(column[0] in quantities for quantities in rows.values())]
     width = max(map(len, rows)) + 2
     lines = ["  " + " " * width + "".join(f"{title:>16}" for _, title, _ in columns)]
@@ -239,11 +240,6 @@ COLUMNS: dict[str, Sequence[tuple[str, str, Callable[[list[float]], float]]]] = 
         ("muon/muown", "Muon / Muown", statistics.median),
     ),
 }
-
-
-def replace_layer(name: str) -> str:
-    """Return blocks.*.mlp.out.weight for blocks.3.mlp.out.weight."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def main(words: Sequence[str]) -> None:

@@ -11,7 +11,6 @@ fit) and the settings that differ, and writes
 Runs may still be training; nothing in their folders is changed. Paths that are not the folder of a run are passed over.
 """
 
-import argparse
 import glob
 import sys
 from collections.abc import Iterable, Sequence
@@ -27,7 +26,12 @@ from muown_train.runs.record import NoRun, RunRecord, read_run
 
 def main(words: Sequence[str]) -> None:
     """Run the command with the words that follow its name."""
-    arguments = parse_arguments(words)
+    parser = CommandParser(__doc__)
+    runs_help = "folders of runs, archived runs (ARCHIVE/NAME), or patterns of either"
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=runs_help)
+    out_help = "folder of what is written (default compare)"
+    parser.add_argument("--out", type=Path, default=Path("compare"), metavar="DIR", help=out_help)
+    arguments = parser.parse_args(words)
     with report_errors([]):
         runs = read_runs(find_paths(arguments.runs))
         arguments.out.mkdir(parents=True, exist_ok=True)
@@ -35,18 +39,6 @@ def main(words: Sequence[str]) -> None:
         print_comparison(comparison, runs, arguments.out)
         written = comparison.write(arguments.out)
     print(f"{arguments.out}: {', '.join(path.name for path in written)}")
-
-
-def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Parse and check the words that follow the command's name."""
-    parser = CommandParser(__doc__)
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="folders of runs, archived runs (ARCHIVE/NAME), or patterns of either"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("compare"), metavar="DIR", help="folder of what is written (default compare)"
-    )
-    return parser.parse_args(words)
 
 
 def find_paths(words: Iterable[str]) -> list[Path]:

@@ -5,7 +5,6 @@ their seed. Give all runs that were made: leaving some out would make the test w
 the runs pass or not.
 """
 
-import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,7 +23,11 @@ from muown_train.runs.record import RunRecord
 
 def main(words: Sequence[str]) -> None:
     """Run the command with the words that follow its name."""
-    arguments = parse_arguments(words)
+    parser = CommandParser(__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
+    parser.add_argument("--target", type=float, default=TARGET, help=f"validation loss to be below (default {TARGET})")
+    parser.add_argument("--step", type=int, help="step at which all runs are compared (default: the last)")
+    arguments = parser.parse_args(words)
     with report_errors([]):
         if not 0 < arguments.target < float("inf"):
             raise ValueError(f"--target {arguments.target:g} must be a loss above 0")
@@ -33,15 +36,6 @@ def main(words: Sequence[str]) -> None:
     losses = [get_valid_losses(run)[step] for run in runs]
     verdict = judge_losses(losses, arguments.target)
     print("\n".join([*format_losses(runs, losses, step), *format_verdict(verdict, arguments.target)]))
-
-
-def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Parse and check the words that follow the command's name."""
-    parser = CommandParser(__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
-    parser.add_argument("--target", type=float, default=TARGET, help=f"validation loss to be below (default {TARGET})")
-    parser.add_argument("--step", type=int, help="step at which all runs are compared (default: the last)")
-    return parser.parse_args(words)
 
 
 def format_losses(runs: Sequence[RunRecord], losses: Sequence[float], step: int) -> Iterator[str]:
