@@ -101,7 +101,7 @@ def connect_heartbeat(
 
 
 class HeartbeatMonitor:
-    """One rank's watch over the others, as a context around all that the ranks do together.
+    """The watch of one rank over the others, as a context around all that the ranks do together.
 
     Args:
         rank, hosts: this rank, and the name of every rank's host.

@@ -107,24 +107,21 @@ class StatusLine:
 
 
 class Progress:
-    """Counts units of work and shows their number, their rate and the time left on a status line.
+    """Counts tokens and shows their number, their rate and the time left on a status line.
 
     Args:
         line: the line, which the caller closes.
-        unit: the word for the units, "tokens" or another; only tokens have their rate shown.
-        total: the number of units in all, if known.
-        done: units that are done already.
+        total: the number of tokens in all, if known.
+        done: tokens that are done already.
         label: the beginning of the line.
     """
 
-    def __init__(
-        self, line: StatusLine, unit: str = "tokens", total: int | None = None, done: int = 0, label: str = ""
-    ) -> None:
-        self.line, self.unit, self.total, self.label = line, unit, total, f"{label}: " if label else ""
-        self._recent = deque([(time.monotonic(), done)])  # (time, units done) at the lines of the last seconds
+    def __init__(self, line: StatusLine, total: int | None = None, done: int = 0, label: str = "") -> None:
+        self.line, self.total, self.label = line, total, f"{label}: " if label else ""
+        self._recent = deque([(time.monotonic(), done)])  # (time, tokens done) at the lines of the last seconds
 
     def update(self, done: int, expected_total: float | None = None) -> None:
-        """Show the number of units done, if a line is due.
+        """Show the number of tokens done, if a line is due.
 
         Args:
             expected_total: where the total is not known, an estimate for the time left.
@@ -133,14 +130,13 @@ class Progress:
             return
         rate = self._measure_rate(done)
         total = expected_total if self.total is None else self.total
-        text = f"{self.label}{done:,}" + ("" if self.total is None else f" of {self.total:,}") + f" {self.unit}"
-        if rate and self.unit == "tokens":
-            text += f", {format_speed(rate)}"
+        of_total = "" if self.total is None else f" of {self.total:,}"
+        text = f"{self.label}{done:,}{of_total} tokens" + (f", {format_speed(rate)}" if rate else "")
         fraction = min(done / total, 1.0) if total else None
         self.line.show(text, fraction, (total - done) / rate if total and rate and total > done else None)
 
     def _measure_rate(self, done: int) -> float | None:
-        """Return units per second over the last seconds; None at the beginning."""
+        """Return tokens per second over the last seconds; None at the beginning."""
         now = time.monotonic()
         self._recent.append((now, done))
         while len(self._recent) > 2 and now - self._recent[1][0] >= _RATE_WINDOW:

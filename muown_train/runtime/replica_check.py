@@ -58,7 +58,7 @@ def hash_tensor(p: Tensor) -> Tensor:
         # word k = start + j has the weight w(j) * (1 + 2^33 * n) + 2 * start with some n, which is 2k + 1 modulo 2^33
         spread = 1 + ((start // _CHUNK * _GOLDEN % 2**64 >> 33) << 33)
         weighted = torch.mul(chunk, _make_weights(p.device)[: len(chunk)], out=product[: len(chunk)]).sum()
-        total += weighted * _to_signed(spread) + chunk.sum(dtype=torch.int64) * (2 * start)
+        total += weighted * (spread if spread < 2**63 else spread - 2**64) + chunk.sum(dtype=torch.int64) * (2 * start)
     return total
 
 
@@ -68,8 +68,3 @@ def _make_weights(device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     upper = torch.randint(0, 2**31, (_CHUNK,), generator=generator)
     return (upper * 2**33 + torch.arange(1, 2 * _CHUNK, 2)).to(device)
-
-
-def _to_signed(value: int) -> int:
-    """Return the int64 that has the same bits as an unsigned number of 64 bits."""
-    return value - 2**64 if value >= 2**63 else value

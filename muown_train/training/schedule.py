@@ -8,7 +8,7 @@ the last step would be zero (or `final`).
 import math
 
 from muown_train.config.budget import compute_steps
-from muown_train.config.checks import check_int
+from muown_train.config.checks import check_int, is_number
 from muown_train.config.instantiate import bind_target
 from muown_train.config.schema import RunConfig, Schedule
 
@@ -31,7 +31,7 @@ def build_schedule(config: RunConfig, parameters: int) -> tuple[int, Schedule]:
 def _check(step: int, steps: int, **fractions: float) -> None:
     assert 0 <= step < steps, (step, steps)
     for name, value in fractions.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        if not is_number(value) or not 0 <= value <= 1:
             raise ValueError(f"schedule.{name}={value!r} must be a fraction of the run in [0, 1]")
 
 

@@ -16,14 +16,14 @@ def clock(monkeypatch):
     return now
 
 
-def lines_of(clock, bursts, total=None, label="", unit="tokens", expected=None):
-    """What a log shows while this many units are done in each second."""
+def lines_of(clock, bursts, total=None, label="", expected=None):
+    """What a log shows while this many tokens are done in each second."""
     log, done = io.StringIO(), 1000
     with StatusLine(log, every=5.0, first=2.0) as line:
-        progress = Progress(line, unit, total, done, label)
-        for units in bursts:
+        progress = Progress(line, total, done, label)
+        for tokens in bursts:
             clock[0] += 1
-            done += units
+            done += tokens
             progress.update(done, expected)
     return log.getvalue().splitlines()
 
@@ -40,8 +40,8 @@ def test_an_expected_total_gives_the_time_left(clock):
     assert lines_of(clock, [1000] * 8, expected=80_000)[1] == "8,000 tokens, 1,000 tokens/s, 1m12s left"
 
 
-def test_a_label_and_other_units(clock):
-    assert lines_of(clock, [1000] * 8, 21_000, "run", "batches")[1] == "run: 8,000 of 21,000 batches, 13s left"
+def test_a_label(clock):
+    assert lines_of(clock, [1000] * 8, 21_000, "run")[1] == "run: 8,000 of 21,000 tokens, 1,000 tokens/s, 13s left"
 
 
 def test_a_log_is_not_flooded_and_messages_stay(clock):
