@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from muown_train.data.rows import RowSource
 from muown_train.data.sources import RunInfo, TrainingData, describe_tokenizer, take_held_out_ids
 from muown_train.data.text.tokenizer import choose_dtype
 
 
-class RandomRows:
+class RandomRows(RowSource):
     """Rows of random ids; each has a generator of its own, so row i depends on (vocab_size, seq_len, seed, i) alone."""
 
     def __init__(self, vocab_size: int, seq_len: int, seed: int) -> None:
@@ -23,12 +23,6 @@ class RandomRows:
     def _draw_row(self, i: int) -> np.ndarray:
         generator = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, 0, 0, i]))
         return generator.integers(self._vocab_size, size=self.seq_len + 1, dtype=np.int32)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 class NumberTokenizer:

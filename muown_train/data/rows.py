@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +19,10 @@ ROUNDS = 8  # rounds of the Feistel network
 
 
 class RowSource(Protocol):
-    """Rows of a run; row i is a function of (data configuration, seq_len, seed, i) alone."""
+    """Rows of a run; row i is a function of (data configuration, seq_len, seed, i) alone.
+
+    By default they have no state.
+    """
 
     seq_len: int
 
@@ -28,9 +30,12 @@ class RowSource(Protocol):
         """Return rows by their number in the run, (len(indices), T+1) int32."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after `state`."""
+        return
 
 
 class StreamsVisited:
@@ -54,7 +59,7 @@ class StreamsVisited:
         return self._first is not None and self._first + (stream - self._first) % self._streams < self._end
 
 
-class TokenRows:
+class TokenRows(RowSource):
     """Rows of prepared tokens, shuffled anew in each epoch; there is no state.
 
     Row k of the tokens holds ids kT to kT + T inclusive, so each token is a target once an epoch, except the first
@@ -91,22 +96,12 @@ class TokenRows:
         parts = np.searchsorted(self._begins, starts, side="right") - 1
         result = np.empty((len(starts), length), dtype=np.int32)
         for row, part, begin in zip(result, parts.tolist(), (starts - self._begins[parts]).tolist(), strict=True):
-            ids = self._parts[part][begin : begin + length]
-            if len(ids) == length:
-                row[:] = ids
-            else:
-                self._fill_across(row, part, begin)
+            filled = 0
+            while filled < length:  # more than once for a row that ends in a later part
+                ids = self._parts[part][begin : begin + length - filled]
+                row[filled : filled + len(ids)] = ids
+                filled, part, begin = filled + len(ids), part + 1, 0
         return result
-
-    def _fill_across(self, row: np.ndarray, first: int, begin: int) -> None:
-        """Fill a row that begins in part `first` and ends in a later one."""
-        filled = 0
-        for part in count(first):
-            ids = self._parts[part][begin : begin + len(row) - filled]
-            row[filled : filled + len(ids)] = ids
-            filled, begin = filled + len(ids), 0
-            if filled == len(row):
-                return
 
     def shuffle(self, indices: Sequence[int]) -> np.ndarray:
         """Return for each row of the run which row of the tokens it is, uint64."""
@@ -124,12 +119,6 @@ class TokenRows:
             places = np.arange(block * BLOCK, min((block + 1) * BLOCK, self.rows))
             self._block = (epoch, block), permute(places, self.rows, (self._seed, epoch))
         return self._block[1]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 def permute(index: np.ndarray | int, n: int, key: tuple[int, ...]) -> np.ndarray:

@@ -108,26 +108,16 @@ def files(
     Raises:
         ValueError: a key, glob, file or line is at fault; the message names it.
     """
-    if not train:
-        raise ValueError("data.train is not set: give the files as a glob, such as data.train='texts/**/*.txt'")
-    encoder = load_tokenizer(str(tokenizer)) if tokenizer else None
-    if encoder is None:
-        check_vocabulary(bpe.NAME, bpe.SIZE, run.vocab_size)
-    else:
-        check_vocabulary(encoder.name, encoder.size, run.vocab_size)
     train_paths = expand_globs(train, "data.train")
+    encoder = load_tokenizer(str(tokenizer)) if tokenizer else None
+    check_vocabulary(*((encoder.name, encoder.size) if encoder else (bpe.NAME, bpe.SIZE)), run.vocab_size)
     valid_paths = expand_globs(valid, "data.valid") if valid else []
     both = {path.resolve() for path in train_paths} & {path.resolve() for path in valid_paths}
     if both:
         raise ValueError(f"{min(both)} is both in data.train and in data.valid")
 
-    key = fingerprint(
-        FORMAT,
-        encoder.fingerprint if encoder else bpe.NAME,
-        text,
-        fingerprint_files(train_paths),
-        fingerprint_files(valid_paths),
-    )
+    tokenized_by = encoder.fingerprint if encoder else bpe.NAME
+    key = fingerprint(FORMAT, tokenized_by, text, fingerprint_files(train_paths), fingerprint_files(valid_paths))
     documents = _split_documents(train_paths, valid_paths, text)
     corpus = tokenize_corpus(run.cache / f"files-{key}", documents, encoder, run.progress)
     return _make_training_data(corpus, "files", run)
@@ -185,8 +175,4 @@ def take_held_out_ids(tokens: np.ndarray, valid_tokens: int) -> np.ndarray:
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the entries on the tokenizer in the metadata of data."""
-    return {
-        "tokenizer": tokenizer.name,
-        "tokenizer_hash": tokenizer.fingerprint,
-        "vocabulary": tokenizer.size,
-    }
+    return {"tokenizer": tokenizer.name, "tokenizer_hash": tokenizer.fingerprint, "vocabulary": tokenizer.size}

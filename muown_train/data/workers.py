@@ -182,7 +182,7 @@ class _Pool:
     """Processes that compute the rows of a progression of indices; each owns some of the streams."""
 
     def __init__(self, pickled: bytes, state: dict[str, Any], indices: range, streams: int, count: int) -> None:
-        self.remaining = indices  # those from the next row on
+        self.remaining = indices  # begins with the next row
         self._cycle = streams // math.gcd(streams, indices.step)
         self._row = 0
         self._workers: list[_Worker] = []

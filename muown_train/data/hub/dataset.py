@@ -54,7 +54,8 @@ def hub_stream(
     check_vocabulary(encoder.name, encoder.size, run.vocab_size)
     hub = open_hub(path, name, split, text, revision, Retry(retries), run.progress)
     groups = _list_row_groups(hub, run.cache, streams, run.progress)
-    stretches, held = _split_row_groups(groups, streams) if groups else _split_files(len(hub.names))
+    *files, last = (Unit(file) for file in range(len(hub.names)))
+    stretches, held = _split_row_groups(groups, streams) if groups else ([[file] for file in files], [last])
 
     key = fingerprint(FORMAT, encoder.fingerprint, path, name, split, text, hub.revision, run.valid_tokens, repr(held))
     folder = run.cache / f"hub-{key}"
@@ -66,17 +67,17 @@ def hub_stream(
         run.progress(
             f"data set {hub.label}: {len(valid) - 1} tokens are held out, fewer than valid_tokens={run.valid_tokens}"
         )
-    if not stretches and len(valid) <= run.valid_tokens:
-        raise ValueError(
-            f"data set {hub.label} is one part, and all is held out: lower valid_tokens={run.valid_tokens}"
-        )
-    if not stretches:
+        if not stretches:
+            raise ValueError(
+                f"data set {hub.label} is one part, and all is held out: lower valid_tokens={run.valid_tokens}"
+            )
+    if not stretches:  # a single file, of which a part is held out
         stretches = [[Unit(0, skip=index["read"])]]
 
     order = permute(np.arange(len(stretches)), len(stretches), (run.seed,)).tolist()
     count = min(streams, len(order))
     units = [[unit for k in order[number::count] for unit in stretches[k]] for number in range(count)]
-    train = StreamRows(hub.documents, units, encoder, run.seq_len, shuffle, run.seed, hub.retry.interrupt)
+    train = StreamRows(hub.read_documents, units, encoder, run.seq_len, shuffle, run.seed, hub.retry.interrupt)
     metadata = {
         "data": path,
         "name": name,
@@ -132,19 +133,11 @@ def _make_units(groups: Sequence[tuple[int, int]]) -> list[Unit]:
     return [Unit(file, own[0], own[-1] + 1) for file, own in numbers]
 
 
-def _split_files(files: int) -> tuple[list[list[Unit]], list[Unit]]:
-    """Return each file but the last to train on, and the last, held out.
-
-    A single file is held out in part, so then there is nothing to train on here.
-    """
-    return [[Unit(file)] for file in range(files - 1)], [Unit(files - 1)]
-
-
 def _write_held_out(
     folder: Path, hub: HubFiles, units: Sequence[Unit], tokenizer: Tokenizer, valid_tokens: int
 ) -> dict[str, Any]:
     writer = SplitWriter(folder / "valid.bin", tokenizer)
-    pairs = ((document, number) for unit in units for number, document in enumerate(hub.documents(unit, 0), 1))
+    pairs = ((document, number) for unit in units for number, document in enumerate(hub.read_documents(unit, 0), 1))
     left, read = valid_tokens + 1, 0
     for document, number, ids in encode_labelled(pairs, tokenizer):
         writer.write(document, ids)

@@ -46,7 +46,7 @@ class HubFiles:
     progress: Callable[[str], None] = print_line
     _reported: set[Any] = field(default_factory=set, compare=False)
 
-    def documents(self, unit: Unit, first: int) -> Iterator[str]:
+    def read_documents(self, unit: Unit, first: int) -> Iterator[str]:
         """Yield the documents of a unit from number `first` on, numbered as rows of the file; a null text is empty.
 
         After a failure that may pass, reading continues at the document where it occurred.
@@ -60,7 +60,7 @@ class HubFiles:
             yield replace_surrogates(text or "")
 
     def read_row_group_sizes(self) -> list[list[int]]:
-        """Return the documents in each row group of each file; raises ConnectionError as `documents` does."""
+        """Return the documents in each row group of each file; raises ConnectionError as `read_documents` does."""
 
         def read_footer(file: int) -> list[int]:
             def read(first: int) -> Iterator[list[int]]:
@@ -131,7 +131,7 @@ def open_hub(
     """
     from datasets import load_dataset_builder
     from datasets.utils.logging import disable_progress_bar
-    from huggingface_hub import HfApi, errors
+    from huggingface_hub import HfApi, errors, hf_hub_url
 
     label = f"{path} ({name})" if name else path
     disable_progress_bar()
@@ -152,7 +152,7 @@ def open_hub(
     _check_column(dataset.features, text, label)
     names = _list_parquet_files(builder, path, commit, split)
     if len(names) == dataset.num_shards:
-        urls = tuple(_make_url(path, name, commit) for name in names)
+        urls = tuple(hf_hub_url(path, name, repo_type="dataset", revision=commit) for name in names)
         return HubFiles(label, commit, names, text, urls, None, retry, progress)
     names = tuple(f"file {k}" for k in range(dataset.num_shards))
     return HubFiles(label, commit, names, text, (), dataset, retry, progress)
@@ -180,9 +180,3 @@ def _list_parquet_files(builder: Any, path: str, commit: str, split: str) -> tup
     if not all(str(file).startswith(root) for file in files):
         return ()
     return tuple(str(file).removeprefix(root) for file in files)
-
-
-def _make_url(path: str, name: str, commit: str) -> str:
-    from huggingface_hub import hf_hub_url
-
-    return hf_hub_url(path, name, repo_type="dataset", revision=commit)

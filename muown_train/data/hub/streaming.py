@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from muown_train.data.rows import StreamsVisited, permute
 from muown_train.data.text.documents import group_documents
 from muown_train.data.text.tokenizer import Tokenizer, encode_documents
 
+T = TypeVar("T")
 AT_ONCE = 1 << 16  # characters that are encoded together: few, since all streams begin at the same time
 AHEAD = 128  # documents that are read ahead, but at least one window
 WINDOW_CHARACTERS = 1 << 22  # a window ends with the document that reaches this, so that books fit in memory too
@@ -56,15 +57,12 @@ class Shuffle:
     seed: int = 0
     stream: int = 0
 
-    def order_units(self, epoch: int, count: int) -> list[int]:
-        return self._permute(count, (self.seed, epoch, self.stream))
-
-    def order_documents(self, epoch: int, window: int, count: int) -> list[int]:
-        return self._permute(count, (self.seed, epoch, self.stream, window))
-
-    def _permute(self, count: int, key: tuple[int, ...]) -> list[int]:
-        order = np.arange(count)
-        return (permute(order, count, key) if self.window > 1 and count > 1 else order).tolist()
+    def reorder(self, items: Sequence[T], epoch: int, *window: int) -> list[T]:
+        """Return the units of an epoch, or the documents of a window with this number, in their order."""
+        order = np.arange(len(items))
+        if self.window > 1 and len(items) > 1:
+            order = permute(order, len(items), (self.seed, epoch, self.stream, *window))
+        return [items[k] for k in order.tolist()]
 
 
 @dataclass(frozen=True)
@@ -85,13 +83,12 @@ def read_windows(documents: Documents, units: Sequence[Any], shuffle: Shuffle, s
     empty_epochs = 0  # empty epochs in a row; the first may have begun at the end of the units
     while empty_epochs < 2:
         empty_epochs += 1
-        order = [units[k] for k in shuffle.order_units(epoch, len(units))]
-        located = _read_located(documents, order, *first)
+        located = _read_located(documents, shuffle.reorder(units, epoch), *first)
         for group in group_documents(located, shuffle.window, WINDOW_CHARACTERS, lambda pair: len(pair[1])):
             empty_epochs = 0
             (unit, document), texts = group[0][0], [text for _, text in group]
-            shuffled = [texts[k] for k in shuffle.order_documents(epoch, number, len(texts))]
-            yield Window(Cursor(epoch=epoch, window=number, unit=unit, document=document), shuffled)
+            start = Cursor(epoch=epoch, window=number, unit=unit, document=document)
+            yield Window(start, shuffle.reorder(texts, epoch, number))
             number += 1
         epoch, number, first = epoch + 1, 0, (0, 0)
     raise ValueError(f"{', '.join(map(str, units))} of the data, which make up a stream, hold no text")
@@ -139,25 +136,15 @@ class Stream:
             place, ids = next(self._source)
             self._ahead.append((place, ids))
             self._tokens += len(ids)
-        row = self._copy_ahead(self._seq_len + 1)
-        token = self.cursor.token + self._seq_len
+        token, length = self.cursor.token, self._seq_len + 1
+        first, *others = (ids for _, ids in self._ahead)
+        row = np.concatenate([first[token : token + length], *(ids[:length] for ids in others)])[:length]
+        token += self._seq_len
         while token >= len(self._ahead[0][1]):
             token -= len(self._ahead.popleft()[1])
         self._tokens -= self._seq_len
         self.cursor = replace(self._ahead[0][0], token=token, position=self.cursor.position + 1)
-        return row
-
-    def _copy_ahead(self, count: int) -> np.ndarray:
-        row = np.empty(count, dtype=np.int32)
-        filled, token = 0, self.cursor.token
-        for _, ids in self._ahead:
-            piece = ids[token : token + count - filled]
-            row[filled : filled + len(piece)] = piece
-            filled += len(piece)
-            token = 0
-            if filled == count:
-                break
-        return row
+        return row.astype(np.int32)
 
 
 def _encode_windows(windows: Iterator[Window], tokenizer: Tokenizer, place: int) -> Iterator[tuple[Cursor, np.ndarray]]:

@@ -28,12 +28,7 @@ REMEDY = "copy it again, or prepare the shards again"
 ENDS = 1 << 16  # bytes at both ends of a shard that identify it if there is no index
 
 
-def shards(
-    path: str | None = None,
-    tokenizer: str | None = None,
-    *,
-    run: RunInfo,
-) -> TrainingData:
+def shards(path: str | None = None, tokenizer: str | None = None, *, run: RunInfo) -> TrainingData:
     """Return the shards in the folder `path`, through memory maps; `run.cache` is not used.
 
     Raises:
@@ -154,11 +149,7 @@ def _load_tokenizer(folder: Path, index: dict[str, Any] | None, given: str | Non
 
 
 def _open_shards(
-    folder: Path,
-    names: Sequence[str],
-    index: dict[str, Any] | None,
-    encoder: HubTokenizer,
-    random_access: bool = False,
+    folder: Path, names: Sequence[str], index: dict[str, Any] | None, encoder: HubTokenizer, random_access: bool = False
 ) -> list[np.ndarray]:
     """Return memory maps of the shards, checked against index and tokenizer without reading them through."""
     counts = {shard["file"]: shard["tokens"] for shard in index["shards"]} if index else {}

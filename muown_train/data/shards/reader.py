@@ -122,18 +122,13 @@ def _group_file(source: DocumentSource, file: int, first: int) -> Iterator[list[
 def _open_files(
     settings: Mapping[str, Any], begun_with: dict[str, Any] | None, progress: Callable[[str], None]
 ) -> DocumentSource:
-    if not settings.get("train"):
-        raise ValueError("data.train is not set: give the files as a glob, such as data.train='texts/**/*.txt'")
+    paths = expand_globs(settings.get("train"), "data.train")
     if settings.get("valid"):
         raise ValueError("data.valid is for training without preparation: here the first documents are held out")
-    paths = expand_globs(settings["train"], "data.train")
     text = settings.get("text", "text")
     metadata = {"data": "files", "files": len(paths), "revision": fingerprint_files(paths)}
     return DocumentSource(
-        metadata,
-        len(paths),
-        lambda file, first: islice(read_documents([paths[file]], text), first, None),
-        lambda: None,
+        metadata, len(paths), lambda file, first: islice(read_documents([paths[file]], text), first, None), lambda: None
     )
 
 
@@ -148,7 +143,7 @@ def _open_hub(
     hub = open_hub(path, name, split, text, revision, retry, progress)
     metadata = {"data": path, "name": name, "split": split, "revision": hub.revision, "files": len(hub.names)}
     return DocumentSource(
-        metadata, len(hub.names), lambda file, first: hub.documents(Unit(file), first), retry.interrupt
+        metadata, len(hub.names), lambda file, first: hub.read_documents(Unit(file), first), retry.interrupt
     )
 
 

@@ -24,15 +24,17 @@ FileReader = Callable[[Path, str, str | None], Iterator[LabelledDocument]]  # (f
 PARQUET_BATCH = 256  # documents that are read together
 
 
-def expand_globs(patterns: str | Sequence[str], key: str = "data.train") -> list[Path]:
+def expand_globs(patterns: str | Sequence[str] | None, key: str = "data.train") -> list[Path]:
     """Return the files that a glob or a list of globs matches, sorted, each once; `~` and a recursive `**` work.
 
     Args:
         key: the setting that holds the globs, for messages.
 
     Raises:
-        ValueError: a glob matches no file, or a file is of an unknown kind; the message names it.
+        ValueError: there is no glob, or one matches no file, or a file is of an unknown kind; the message names it.
     """
+    if not patterns:
+        raise ValueError(f"{key} is not set: give the files as a glob, such as {key}='texts/**/*.txt'")
     paths: set[Path] = set()
     for pattern in patterns if isinstance(patterns, list | tuple) else [patterns]:
         if not isinstance(pattern, str) or not pattern:

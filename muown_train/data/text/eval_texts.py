@@ -64,9 +64,7 @@ def _read_files(
 ) -> EvalText:
     if tokenizer:
         raise ValueError(f"data.tokenizer={tokenizer}: each run reads the text by its own tokenizer")
-    if not (valid or train):
-        raise ValueError("data.valid is not set: give the files as a glob, such as data.valid='texts/**/*.txt'")
-    paths = expand_globs(valid, "data.valid") if valid else expand_globs(train, "data.train")
+    paths = expand_globs(train, "data.train") if train and not valid else expand_globs(valid, "data.valid")
     if label is None and 1 < len(paths) <= MOST_FILES:
         names = _shorten(paths)
         return EvalText(

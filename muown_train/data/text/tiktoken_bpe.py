@@ -104,13 +104,9 @@ def build_byte_bpe(raw: bytes, end_of_text: int) -> ByteBPE | None:
         words, last = f"{words}| {{2,{longest}}}", LAST_OUTSIDE_RUNS
     if len(set(ranks.values()) | {end_of_text}) != len(ranks) + 1:
         return None
-    return ByteBPE(ranks, f"(?:{words})|{last}", _make_nfc() if normalizer else None, end_of_text)
-
-
-def _make_nfc() -> Any:
     from tokenizers import normalizers
 
-    return normalizers.NFC()
+    return ByteBPE(ranks, f"(?:{words})|{last}", normalizers.NFC() if normalizer else None, end_of_text)
 
 
 def _match_pattern(pre_tokenizer: Any) -> str | None:
@@ -148,18 +144,14 @@ def _read_ranks(model: dict[str, Any], added: dict[int, str]) -> dict[bytes, int
     Args:
         added: ids that no merge makes.
     """
-    plain = (
-        "dropout",
-        "unk_token",
-        "continuing_subword_prefix",
-        "end_of_word_suffix",
-        "byte_fallback",
-        "ignore_merges",
-    )
-    if model.get("type") != "BPE" or any(model.get(key) for key in plain):
+    affixes = ("continuing_subword_prefix", "end_of_word_suffix")
+    if model.get("type") != "BPE" or any(
+        model.get(key) for key in (*affixes, "dropout", "unk_token", "byte_fallback", "ignore_merges")
+    ):
         return None
     vocab = {token: i for token, i in model["vocab"].items() if i not in added}
-    merges = [_split_merge(merge) for merge in model["merges"]]
+    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+    merges = [(left, right) for left, right in pairs]
     before = -1
     for left, right in merges:
         token = vocab.get(left + right, -1)
@@ -174,11 +166,6 @@ def _read_ranks(model: dict[str, Any], added: dict[int, str]) -> dict[bytes, int
     if len(single) + len(merges) != len(ranks) or not set(range(256)) - NEVER_IN_UTF8 <= single:
         return None
     return ranks if _encodes_each_to_itself(vocab, merges) else None
-
-
-def _split_merge(merge: str | list[str]) -> tuple[str, str]:
-    left, right = merge.split(" ") if isinstance(merge, str) else merge
-    return left, right
 
 
 def _encodes_each_to_itself(vocab: dict[str, int], merges: list[tuple[str, str]]) -> bool:

@@ -233,7 +233,7 @@ class Texts:
     def __init__(self, texts):
         self.texts = texts
 
-    def documents(self, unit, first):
+    def read_documents(self, unit, first):
         return iter(self.texts[first:])
 
 

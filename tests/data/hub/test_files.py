@@ -50,18 +50,18 @@ def said(files):
 
 
 def test_units_are_row_groups_of_a_file(files):
-    assert list(files.documents(Unit(0), 0)) == TEXTS
-    assert list(files.documents(Unit(0, 1, 3), 0)) == TEXTS[GROUP : 3 * GROUP]
-    assert list(files.documents(Unit(0, 1, 3, skip=5), 20)) == TEXTS[GROUP + 25 : 3 * GROUP]
-    assert list(files.documents(Unit(0, 5), 0)) == TEXTS[5 * GROUP :]
+    assert list(files.read_documents(Unit(0), 0)) == TEXTS
+    assert list(files.read_documents(Unit(0, 1, 3), 0)) == TEXTS[GROUP : 3 * GROUP]
+    assert list(files.read_documents(Unit(0, 1, 3, skip=5), 20)) == TEXTS[GROUP + 25 : 3 * GROUP]
+    assert list(files.read_documents(Unit(0, 5), 0)) == TEXTS[5 * GROUP :]
     for first in (0, 1, GROUP - 1, GROUP, GROUP + 1, 89, 90, 200):
-        assert list(files.documents(Unit(0), first)) == TEXTS[first:]
+        assert list(files.read_documents(Unit(0), first)) == TEXTS[first:]
     assert HubFiles("x", "", ("a",), "text", files.urls[:1]).read_row_group_sizes() == [[16, 16, 16, 16, 16, 10]]
 
 
 def test_enormous_and_empty_documents(files):
-    assert list(files.documents(Unit(1), 0)) == [text or "" for text in ODD]
-    assert list(files.documents(Unit(1), 1)) == [text or "" for text in ODD][1:]
+    assert list(files.read_documents(Unit(1), 0)) == [text or "" for text in ODD]
+    assert list(files.read_documents(Unit(1), 1)) == [text or "" for text in ODD][1:]
 
 
 def test_only_what_is_needed_is_fetched(files, hub):
@@ -69,7 +69,7 @@ def test_only_what_is_needed_is_fetched(files, hub):
     needed = [chunk.total_compressed_size for chunk in chunks]
     for unit, first, groups in ((Unit(0), 0, range(6)), (Unit(0, 2, 4), 0, (2, 3)), (Unit(0), 4 * GROUP + 1, (4, 5))):
         hub.served.clear()
-        list(files.documents(unit, first))
+        list(files.read_documents(unit, first))
         magic, _footer, *data = [size for _, size in hub.served]
         assert magic == 4 and data == [needed[k] for k in groups]
 
@@ -86,12 +86,12 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_failures_that_pass_are_outlasted(files, hub, fault):
     hub.disturb = lambda path, number: fault if number % 4 == 0 else None
-    assert list(files.documents(Unit(0), 3)) == TEXTS[3:]
+    assert list(files.read_documents(Unit(0), 3)) == TEXTS[3:]
     assert len(said(files)) == 1, said(files)
     assert said(files)[0].startswith("data set owner/name: reading a.parquet failed (") and "\n" not in said(files)[0]
     if fault.status:
         assert f"HTTP {fault.status}" in said(files)[0] and "trying again for 0 minutes" in said(files)[0]
-    assert list(files.documents(Unit(0), 0)) == TEXTS
+    assert list(files.read_documents(Unit(0), 0)) == TEXTS
     assert len(said(files)) == 1
 
 
@@ -101,7 +101,7 @@ def test_after_the_limit_there_is_one_sentence(files, hub, fault):
     with pytest.raises(
         ConnectionError, match=r"^data set owner/name: reading a.parquet failed 5 times in a row \(.+\)$"
     ):
-        next(files.documents(Unit(0), 0))
+        next(files.read_documents(Unit(0), 0))
     assert len(hub.requests) == 5
     with pytest.raises(ConnectionError, match=r"reading a.parquet failed 5 times"):
         HubFiles("owner/name", "", ("a.parquet",), "text", files.urls[:1], retry=files.retry).read_row_group_sizes()
@@ -129,7 +129,7 @@ def test_failures_in_a_row_are_counted_from_the_last_document(files, hub):
 
     texts = []
     hub.disturb = disturb
-    for text in files.documents(Unit(0), 0):
+    for text in files.read_documents(Unit(0), 0):
         texts.append(text)
     assert texts == TEXTS
     assert failed == dict.fromkeys(range(6), 4)
@@ -141,7 +141,7 @@ def test_other_answers_are_not_retried(files, hub, status):
     with pytest.raises(
         ConnectionError, match=rf"^data set owner/name: reading a.parquet failed \(HTTPError: HTTP {status}"
     ):
-        next(files.documents(Unit(0), 0))
+        next(files.read_documents(Unit(0), 0))
     assert len(hub.requests) == 1 and not said(files)
 
 
@@ -151,27 +151,27 @@ def test_broken_and_absent_files_are_not_retried(files):
         (3, r"reading absent.parquet failed .*404"),
     ):
         with pytest.raises(ConnectionError, match=message):
-            next(files.documents(Unit(file), 0))
+            next(files.read_documents(Unit(file), 0))
     assert not said(files)
 
 
 def test_a_server_that_does_not_answer(files, hub, monkeypatch):
     monkeypatch.setattr("muown_train.data.hub.parquet.TIMEOUT", 0.2)
     hub.next_requests(1, Fault(delay=0.5))
-    assert list(files.documents(Unit(0), 0)) == TEXTS
+    assert list(files.read_documents(Unit(0), 0)) == TEXTS
     assert "Timeout" in said(files)[0] or "timed out" in said(files)[0]
 
 
 def test_a_closed_port_is_retried(files):
     nowhere = HubFiles("owner/name", "", ("a",), "text", ("http://127.0.0.1:9/a",), None, files.retry, files.progress)
     with pytest.raises(ConnectionError, match=r"^data set owner/name: reading a failed 5 times in a row \(.*refused"):
-        next(nowhere.documents(Unit(0), 0))
+        next(nowhere.read_documents(Unit(0), 0))
 
 
 def test_retry_after_is_obeyed(files, hub):
     hub.next_requests(1, Fault(status=429, headers={"Retry-After": "1"}))
     start = time.monotonic()
-    assert next(files.documents(Unit(0), 0)) == TEXTS[0]
+    assert next(files.read_documents(Unit(0), 0)) == TEXTS[0]
     assert 1 <= time.monotonic() - start < 5
 
 
@@ -201,7 +201,7 @@ def test_other_formats_are_read_by_datasets_and_retried(tmp_path):
             return batch
 
     files = HubFiles("x", "", ("0", "1"), "text", (), Unreliable(), Retry(2, 0.01), (log := []).append)
-    assert list(files.documents(Unit(1, skip=2), 3)) == [f"document {n} of 1" for n in range(5, 300)]
+    assert list(files.read_documents(Unit(1, skip=2), 3)) == [f"document {n} of 1" for n in range(5, 300)]
     assert Unreliable.calls == 2 and len(log) == 1 and "TimeoutError: no answer" in log[0]
 
 
@@ -230,7 +230,7 @@ def test_a_wait_can_be_interrupted():
 
 def test_a_retry_and_its_files_can_be_sent_to_a_process(files):
     copy = pickle.loads(pickle.dumps(HubFiles("x", "", ("a.parquet",), "text", files.urls[:1], retry=Retry(7))))
-    assert copy.retry.limit == 7 and list(copy.documents(Unit(0), 0)) == TEXTS
+    assert copy.retry.limit == 7 and list(copy.read_documents(Unit(0), 0)) == TEXTS
 
 
 def test_which_errors_may_pass():
