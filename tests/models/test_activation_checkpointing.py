@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from muown_train.models import gpt
+from muown_train.models import gpt, language_model
 from muown_train.models.gpt import GPT
 from muown_train.runtime.benchmark import measure_peak_memory
 from tests.helpers.runs import built, losses, trained
@@ -53,7 +53,7 @@ def test_blocks_are_called_again_only_where_gradients_are_wanted(monkeypatch):
     loss_and_gradients(model(2))
     assert len(calls) == 3 + 2
     used = []
-    monkeypatch.setattr(gpt, "checkpoint", lambda *args, **options: used.append(args))
+    monkeypatch.setattr(language_model, "checkpoint", lambda *args, **options: used.append(args))
     with torch.no_grad():
         model(2)(torch.zeros(1, 4, dtype=torch.int64))
     assert not used and len(calls) == 5 + 3
