@@ -19,6 +19,8 @@ runs there are and what the paper reports about them:
 This module does not load torch.
 """
 
+import copy
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +29,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from muown_train.config.checks import check_int, is_number
-from muown_train.config.compose import CONFIG_DIR, compose_config, read_first_sentence
+from muown_train.config.compose import CONFIG_DIR, compose_config, flatten, read_first_sentence
 from muown_train.config.overrides import parse_overrides
 from muown_train.config.run_name import list_naming_overrides, make_folder_name
 from muown_train.experiments.scale import SCALES, scale_down
@@ -77,14 +79,14 @@ class Grid:
     seeds: tuple[int, ...]
     curves: tuple[Curve, ...]
     over: str | None  # the setting of the further axis
-    values: tuple[Any, ...]  # its values; (None,) without a further axis
+    values: tuple[Any, ...]  # the values of that setting; (None,) without a further axis
     report: str
     quantity: str
     measure: tuple[str, ...]
     same: tuple[str, ...]
     gpus: GpuSetup | None  # None means that the runs are for a CPU
     gpu_hours: float | None
-    paper: Mapping[str, Mapping[float, PaperValue]]  # by series and lr
+    paper: Mapping[str, Mapping[float, PaperValue]]  # keys are series and lr
     scale: str | None = None
 
     @property
@@ -152,13 +154,37 @@ class Grid:
             else:
                 OmegaConf.update(config, str(self.over), value)
             named = [word for _, word in list_naming_overrides([*axis, *overrides])]
+            resolve = _Resolver(config)
             for lr in curve.lr:
                 for seed in self.seeds:
-                    config.optim.lr, config.seed = lr, seed
-                    resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+                    resolved = resolve({"optim.lr": lr, "seed": seed})
                     name = make_folder_name([curve.key, *named, f"lr={lr:g}", f"seed={seed}"])
                     words = (*shared, f"optim.lr={lr!r}", f"seed={seed}")
                     yield GridPoint(curve, value, lr, seed, name, words, resolved)
+
+
+class _Resolver:
+    """Resolves a configuration for several values of some settings.
+
+    OmegaConf takes ten milliseconds to resolve all settings, so those that refer to no other are resolved once.
+    """
+
+    def __init__(self, config: DictConfig) -> None:
+        self.config = config
+        self.resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+        nodes = flatten(OmegaConf.to_container(config, resolve=False))
+        self.referring = [key for key, node in nodes if not isinstance(node, dict) and "${" in str(node)]
+
+    def __call__(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        for key, value in settings.items():
+            OmegaConf.update(self.config, key, value)
+        resolved = copy.deepcopy(self.resolved)
+        for key in (*settings, *self.referring):
+            *sections, last = key.split(".")
+            value = OmegaConf.select(self.config, key)
+            plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            functools.reduce(dict.__getitem__, sections, resolved)[last] = plain
+        return resolved
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,8 +262,11 @@ def _parse_grid(name: str, sentence: str, node: Mapping[str, Any]) -> Grid:
     curves = []
     for key, fields in node["series"].items():
         _check_known(fields, _SERIES_KEYS, f"series.{key}.")
-        lr = _parse_rates(f"series.{key}.lr", fields.get("lr", node["lr"]))
-        curves.append(Curve(str(key), fields["label"], fields.get("panel", ""), tuple(fields["set"]), lr))
+        lr = fields.get("lr", node["lr"])
+        if not lr or not all(is_number(value) and value > 0 for value in lr):
+            raise ValueError(f"series.{key}.lr={lr!r} must be learning rates")
+        rates = tuple(map(float, lr))
+        curves.append(Curve(str(key), fields["label"], fields.get("panel", ""), tuple(fields["set"]), rates))
     over = node.get("over") or {}
     if len(over) > 1:
         raise ValueError(f"over has {len(over)} settings, {', '.join(over)}: it may have one")
@@ -272,12 +301,6 @@ def _parse_texts(key: str, values: Any) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise ValueError(f"{key}={values!r} must be a list of texts")
     return tuple(values)
-
-
-def _parse_rates(key: str, values: Any) -> tuple[float, ...]:
-    if not values or not all(is_number(value) and value > 0 for value in values):
-        raise ValueError(f"{key}={values!r} must be learning rates")
-    return tuple(map(float, values))
 
 
 def _parse_paper_values(node: Mapping[str, Any], curves: Sequence[Curve]) -> dict[str, dict[float, PaperValue]]:
