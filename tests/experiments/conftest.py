@@ -1,7 +1,6 @@
 import pytest
 
 from muown_train.experiments.grid import load_grid
-from tests.helpers.experiments import compose_once  # noqa: F401
 
 
 @pytest.fixture(scope="module")

@@ -1,33 +1,15 @@
 """Folders of runs of an experiment, whose final perplexities a test chooses."""
 
-import copy
-import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
-from omegaconf import DictConfig
 
-from muown_train.config.compose import compose_config
-from muown_train.experiments import grid, scale
 from muown_train.experiments.grid import GridPoint
 from tests.helpers.folders import line, write
 from tests.helpers.paths import FIXTURES
-
-
-@functools.cache
-def _compose(overrides: tuple[str, ...]) -> DictConfig:
-    return compose_config(overrides)
-
-
-@pytest.fixture(autouse=True)
-def compose_once(monkeypatch):
-    """Compose each configuration of a grid once in a process: Hydra takes a tenth of a second for it."""
-    for module in (grid, scale):
-        monkeypatch.setattr(module, "compose_config", lambda overrides: copy.deepcopy(_compose(tuple(overrides))))
 
 
 def fill(out: Path, points: Sequence[GridPoint], perplexity: Callable[[GridPoint], float | str | None]) -> None:

@@ -26,6 +26,7 @@ from muown_train.models.track3 import Track3
 from muown_train.optim import SOAP, Combined, Lion, Muon, Muown, NorMuon, param_groups
 from muown_train.optim.sharding import assign_owners
 from muown_train.runtime.benchmark import measure_peak_memory
+from tests.helpers.runs import slow_but
 
 SMALL = {"V": 1024, "L": 2, "D": 128, "h": 4, "T": 128, "B": 4, "n": 0}
 
@@ -66,11 +67,30 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize(("architecture", "changed"), CASES, ids=str)
-def test_a_micro_batch(architecture, changed, autocast):
+# Others take both branches of attention, of the loss and of checkpointing as well, at other sizes.
+QUICK_AUTOCAST = [
+    ("GPT", {}),
+    ("GPT", {"L": 3, "n": 1}),
+    *((name, {"V": 128}) for name in ("Speedrun", "Track3", "Qwen2")),
+]
+QUICK = [
+    ("GPT", changed) for changed in ({"D": 256, "h": 2}, {"T": 640, "B": 1}, {"V": 128}, {"V": 4000}, *CHECKPOINTED)
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    slow_but(
+        [*((*case, False) for case in QUICK), *((*case, True) for case in QUICK_AUTOCAST)],
+        [(*case, autocast) for case in CASES for autocast in (False, True)],
+    ),
+    ids=str,
+)
+def test_a_micro_batch(case):
+    architecture, changed, autocast = case
     model, go, how = make_pass(changed, autocast, architecture)
-    go()  # gradients exist from now on
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
     gc.collect()  # cycles of other tests would be counted as freed here
     assert trace_pass(model, how).peak == pytest.approx(measure_peak_memory(go, "cpu"), rel=0.01)
 

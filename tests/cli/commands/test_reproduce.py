@@ -17,7 +17,7 @@ from muown_train.experiments.grid import load_grid
 from muown_train.experiments.slurm_queue import record_job
 from muown_train.runs.record import read_archived_runs, read_run
 from muown_train.runtime.formatting import format_lr
-from tests.helpers.experiments import compose_once, fill, match_paper  # noqa: F401
+from tests.helpers.experiments import fill, match_paper
 from tests.helpers.paths import COMMAND, ROOT
 from tests.helpers.runs import metrics, wait_until
 
