@@ -43,6 +43,7 @@ class ProbeContext:
         batch_tokens: tokens per step over all ranks.
         micro_batch: rows per rank and forward pass.
         autocast: whether forward passes run in bfloat16.
+        check_stop: is called between minibatches and matrices, equally often on every rank; it raises to end a probe.
     """
 
     model: LanguageModel
@@ -54,6 +55,7 @@ class ProbeContext:
     batch_tokens: int
     micro_batch: int
     autocast: bool
+    check_stop: Callable[[], None] = lambda: None
     matrices: list[Matrix] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +72,7 @@ class ProbeContext:
         loader = Loader(self.get_rows(), rows, self.world.rank, self.world.size, prefetch=0)
         loader.load_state_dict(self.get_loader_state())
         for _ in range(count):
+            self.check_stop()
             yield next(loader).tokens.to(self.world.device)
 
     def compute_gradient(self, rows: Tensor, targets: int) -> Gradients:
@@ -96,7 +99,11 @@ class ProbeContext:
 
     def measure_matrices(self, measure: Callable[[Matrix], T]) -> dict[str, T]:
         """Return a small result for each matrix by name; the ranks share the work, so this is a collective call."""
-        own = {matrix.name: measure(matrix) for matrix in self.matrices[self.world.rank :: self.world.size]}
+        own = {}
+        for start in range(0, len(self.matrices), self.world.size):
+            self.check_stop()
+            for matrix in self.matrices[start : start + self.world.size][self.world.rank :][:1]:
+                own[matrix.name] = measure(matrix)
         results = {name: result for part in self.world.gather(own) for name, result in part.items()}
         return {matrix.name: results[matrix.name] for matrix in self.matrices}
 

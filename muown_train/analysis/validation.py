@@ -1,7 +1,7 @@
 """Validation loss, exact: the same tokens whatever the ranks and micro-batch, and a token-weighted mean."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -24,15 +24,26 @@ def cut_valid_rows(ids: np.ndarray, targets: int, seq_len: int) -> Tensor:
 
 
 def _iterate_chunks(rows: Tensor, micro_batch: int, world: World) -> Iterator[Tensor]:
-    """Yield every size-th row in chunks (micro_batch, T+1) of equal shape, filled up with rows that do not count."""
-    for chunk in torch.split(rows[world.rank :: world.size], micro_batch):
+    """Yield every size-th row in chunks (micro_batch, T+1) of equal shape, as many on every rank.
+
+    Chunks are filled up with rows that do not count.
+    """
+    own = rows[world.rank :: world.size]
+    for start in range(0, math.ceil(len(rows) / world.size), micro_batch):
+        chunk = own[start : start + micro_batch]
         missing = micro_batch - len(chunk)
         yield torch.cat((chunk, chunk.new_full((missing, rows.shape[1]), IGNORE))) if missing else chunk
 
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, ids: np.ndarray, targets: int, seq_len: int, micro_batch: int, world: World
+    model: nn.Module,
+    ids: np.ndarray,
+    targets: int,
+    seq_len: int,
+    micro_batch: int,
+    world: World,
+    check_stop: Callable[[], None] = lambda: None,
 ) -> tuple[float, int]:
     """Return the mean loss in nats per token and the number of targets, the same on every rank; a collective call.
 
@@ -40,15 +51,19 @@ def evaluate(
         model: `model(inputs (B, T), targets (B, T))` returns the loss summed over targets that are not `IGNORE`.
         ids: (N,) token ids.
         targets: how many tokens to predict, at most N - 1.
+        check_stop: is called before each micro-batch, equally often on every rank; what it raises ends the evaluation.
     """
     rows = cut_valid_rows(ids, targets, seq_len)
-    model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
-    for chunk in _iterate_chunks(rows, micro_batch, world):
-        chunk = chunk.to(world.device)
-        inputs, wanted = chunk[:, :-1].clamp(min=0), chunk[:, 1:]
-        total += torch.stack((model(inputs, wanted).double(), (wanted != IGNORE).sum().double()))
-    model.train()
+    model.eval()
+    try:
+        for chunk in _iterate_chunks(rows, micro_batch, world):
+            check_stop()
+            chunk = chunk.to(world.device)
+            inputs, wanted = chunk[:, :-1].clamp(min=0), chunk[:, 1:]
+            total += torch.stack((model(inputs, wanted).double(), (wanted != IGNORE).sum().double()))
+    finally:
+        model.train()
     loss, count = world.sum(total).tolist()
     return loss / count, int(count)
 

@@ -1,6 +1,7 @@
 """The summary that ends a run: final numbers, a plot of the losses, a sample of text, and where everything is."""
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from muown_train.models.generate import generate
 from muown_train.runs.metrics import Line
 from muown_train.runs.status import Outcome
 from muown_train.runtime.formatting import format_duration, format_perplexity
+from muown_train.runtime.stop_signal import StopRequested, raise_on_stop_signals
 from muown_train.training.run import Run
 
 
@@ -74,7 +76,11 @@ def report_end(run: Run, outcome: Outcome, already: bool) -> None:
     if outcome.state == "diverged":
         print(f"DIVERGED: {outcome.reason}")
     elif run.config.sample_tokens and math.isfinite(summary["valid/loss"]):
-        print(f"\n--- sample ---\n{generate_sample(run)}\n--- end of sample ---\n")
+        try:
+            with raise_on_stop_signals():
+                print(f"\n--- sample ---\n{generate_sample(run)}\n--- end of sample ---\n")
+        except StopRequested as stop:
+            print(f"no sample: {stop}", file=sys.stderr)
     print(f"{run.folder}: {', '.join(sorted(path.name for path in run.folder.iterdir() if path.name[0] != '.'))}")
     if already and outcome.state == "diverged":
         print("This run had diverged before: give it another name, or remove its status.json to let it go on.")

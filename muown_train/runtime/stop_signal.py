@@ -8,6 +8,8 @@ the stop at the same call, one step after the flag was set.
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -19,6 +21,25 @@ from muown_train.runtime.distributed import World
 
 # sent by SLURM's preemption, by Ctrl-C, as SLURM's early warning, and by a terminal that closes
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
+class StopRequested(Exception):
+    """Ends work that is done again later, such as an evaluation, on every rank at the same place."""
+
+
+@contextmanager
+def raise_on_stop_signals() -> Iterator[None]:
+    """Make SIGTERM and SIGUSR1 raise StopRequested inside the context, in work of one process that may be left out."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise StopRequested(signal.Signals(number).name)
+
+    previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class StopSignal:
@@ -97,6 +118,16 @@ class StopSignal:
         work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._pending = work, flag
         return None
+
+    @property
+    def decided(self) -> str | None:
+        """The reason for which all ranks stop, once they know of it."""
+        return self._decided
+
+    def check(self) -> None:
+        """Raise StopRequested if it is time to stop; every rank calls this at the same places of long work."""
+        if self.should_stop():
+            raise StopRequested
 
     def _finish_reduction(self) -> int:
         """Return the result of the last call's reduction: 1 + the highest rank that asks for a stop, or 0."""

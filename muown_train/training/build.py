@@ -180,6 +180,7 @@ def build_probes(config: RunConfig, trainer: Trainer, model: LanguageModel, rows
         config.batch_tokens,
         config.micro_batch,
         trainer.settings.autocast,
+        trainer.stop.check,
     )
     probes: dict[str, Any] = {
         name: bind_target(section, f"probes.{name}", ["context"], config.trust)

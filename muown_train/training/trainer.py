@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from muown_train.runs.rng_state import RandomState
 from muown_train.runs.status import Outcome
 from muown_train.runtime.distributed import World, wrap_in_ddp
 from muown_train.runtime.replica_check import find_divergent_ranks
-from muown_train.runtime.stop_signal import StopSignal
+from muown_train.runtime.stop_signal import StopRequested, StopSignal
 from muown_train.training.divergence import DivergenceMonitor
 from muown_train.training.step_metrics import StepMetrics, StepRecord
 
@@ -80,11 +80,11 @@ class Trainer:
             RuntimeError: the ranks no longer have the same weights.
         """
         self.begin()
+        if self.stop.decided:
+            return Outcome("stopped", self.stop.decided)
         while self.step < self.settings.steps:
             self.step_metrics.add(self.train_step())
             reason = self.stop.should_stop()
-            if self.step == self.settings.steps:
-                reason = None  # the run ends anyway
             if reason or self.is_boundary():
                 outcome = self.handle_boundary(reason)
                 if outcome:
@@ -154,18 +154,25 @@ class Trainer:
 
     def begin(self) -> None:
         """Evaluate and probe before the first step, and where a stop came before an evaluation that was due."""
+        line, evaluation, probe = self.find_owed()
+        if evaluation or probe:
+            measured = self.measure(evaluation, probe)
+            if measured:
+                line |= measured
+                self.world.run_on_main(lambda: self.metrics.amend(line) if self.metrics else None)
+                self.show([line])
+        self.step_metrics.start_clock()
+
+    def find_owed(self) -> tuple[Line, bool, bool]:
+        """Return the line of this step, and whether it lacks an evaluation or probe that is due; a collective call."""
         written = self.metrics.read()[-1:] if self.metrics else []
         last = written[0] if written and written[0]["step"] == self.step else {}
         evaluation = self.step == 0 or not written
         evaluation |= self.is_due(self.settings.eval_every) and "valid/loss" not in last
         probe = self.is_probe_due() and "probe/seconds" not in last
         evaluation, probe = self.world.gather((evaluation, probe))[0]
-        if evaluation or probe:
-            line = {"step": self.step, "tokens": self.tokens, "time": self.step_metrics.seconds, **last}
-            line |= self.measure(evaluation, probe)
-            self.world.run_on_main(lambda: self.metrics.amend(line) if self.metrics else None)
-            self.show([line])
-        self.step_metrics.start_clock()
+        line = {"step": self.step, "tokens": self.tokens, "time": self.step_metrics.seconds, **last}
+        return line, evaluation, probe
 
     def is_boundary(self) -> bool:
         """Return whether this step is followed by logging, an evaluation, a checkpoint, a check or a probe."""
@@ -196,6 +203,7 @@ class Trainer:
         bad, diverged = self.monitor.find_bad_steps(lines, spans), self.monitor.find_divergence(lines)
         if not (stop_reason or bad or diverged):
             lines[-1] |= self.measure(self.is_due(self.settings.eval_every), self.is_probe_due())
+            stop_reason = self.stop.decided
         elif diverged:
             lines[-1]["train/diverged"] = True
         self.record(lines)
@@ -242,16 +250,30 @@ class Trainer:
         return lines
 
     def measure(self, evaluation: bool, probe: bool) -> Line:
-        """Evaluate and probe the weights as they are, as far as asked for; a collective call."""
-        line = self.evaluate() if evaluation else {}
-        return line | self.probe() if probe and self.probe else line
+        """Evaluate and probe the weights as they are, as far as asked for; a collective call.
+
+        A stop ends this early: what is not measured then is owed when the run goes on.
+        """
+        line: Line = {}
+        with suppress(StopRequested):
+            if evaluation:
+                line |= self.evaluate()
+            if probe and self.probe:
+                line |= self.probe()
+        return line
 
     def evaluate(self) -> Line:
         """Return the validation loss of the weights as they are; a collective call."""
         settings = self.settings
         with self.autocast():
             loss, count = evaluate(
-                self.model, self.valid, settings.valid_tokens, settings.seq_len, settings.micro_batch, self.world
+                self.model,
+                self.valid,
+                settings.valid_tokens,
+                settings.seq_len,
+                settings.micro_batch,
+                self.world,
+                self.stop.check,
             )
         return {"valid/loss": loss, "valid/perplexity": compute_perplexity(loss), "valid/tokens": count}
 
@@ -358,7 +380,10 @@ class Trainer:
             step = self.checkpoints.load(self.list_stateful(), origin)
             self.save(wait=True)
         self.rewind_metrics(-1 if step is None else step)
-        return self.step >= self.settings.steps
+        if self.step < self.settings.steps:
+            return False
+        _, evaluation, _ = self.find_owed()
+        return not evaluation
 
     def list_stateful(self) -> dict[str, Stateful]:
         """Return all that a checkpoint holds."""

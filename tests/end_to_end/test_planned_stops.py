@@ -43,7 +43,7 @@ def stopped(run, after):
 @pytest.mark.parametrize("after", slow_but([1, 5, 8, 12], range(1, 13)))
 def test_nothing_is_lost_or_done_twice(corpus, tmp_path, uninterrupted, after):
     run = built(corpus, tmp_path)
-    expected = Outcome("stopped", "SIGUSR1") if after < 12 else Outcome("finished")
+    expected = Outcome("stopped", "SIGUSR1")  # after the last step the evaluation is still owed
     assert stopped(run, after) == expected
     assert read_status(run.folder) | {"time": 0} == {
         "state": expected.state,
@@ -77,6 +77,67 @@ def test_all_ranks_stop_after_the_same_update(corpus, tmp_path, uninterrupted):
     assert [line["data/hash"] for line in metrics(tmp_path / "run")[1:]] == [
         line["data/hash"] for line in uninterrupted[0][1:]
     ]
+
+
+def stop_in_a_measurement(run, step, call):
+    """Train a run that is asked to stop at this call of `check` after this step, counted from 0."""
+    stop, calls = run.trainer.stop, []
+    check = stop.check
+
+    def ask():
+        if run.trainer.step == step:
+            calls.append(step)
+            if len(calls) == call + 1:
+                stop.request("SIGTERM")
+        check()
+
+    stop.check = ask
+    if run.trainer.probe:
+        for probe in run.trainer.probe.probes.values():
+            probe.context.check_stop = ask
+    run.resume()
+    outcome = run.train()
+    run.close()
+    return outcome, len(calls)
+
+
+@pytest.mark.parametrize("step, call", [(0, 0), (0, 3), (5, 1), (10, 0), (12, 0), (12, 3)])
+def test_a_stop_ends_an_evaluation_and_the_resume_owes_it(corpus, tmp_path, uninterrupted, step, call):
+    run = built(corpus, tmp_path)
+    outcome, calls = stop_in_a_measurement(run, step, call)
+    assert outcome == Outcome("stopped", "SIGTERM") and calls == call + 1
+    assert read_status(run.folder)["step"] == step and run.model.training
+    if step:
+        assert metrics(run.folder)[-1]["step"] == step and "valid/loss" not in metrics(run.folder)[-1]
+    resumed = trained(corpus, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(weights(resumed), uninterrupted[1], strict=True))
+    for key in KEYS:
+        assert [line.get(key) for line in metrics(run.folder)] == [line.get(key) for line in uninterrupted[0]], key
+    assert read_status(run.folder)["state"] == "finished"
+    assert built(corpus, tmp_path).resume() == Outcome("finished")
+
+
+@pytest.mark.parametrize("probe", ["spectral", "effective_rank"])
+def test_a_stop_ends_a_probe_and_the_resume_owes_it(corpus, tmp_path, probe):
+    run = built(corpus, tmp_path, f"probes={probe}", "probe_every=6", "eval_every=12")
+    outcome, calls = stop_in_a_measurement(run, 6, 1)
+    assert outcome == Outcome("stopped", "SIGTERM") and calls == 2
+    resumed = trained(corpus, tmp_path, f"probes={probe}", "probe_every=6", "eval_every=12")
+    assert [line["step"] for line in metrics(resumed.folder) if "probe/seconds" in line] == [0, 6, 12]
+    assert [line["step"] for line in metrics(resumed.folder)] == list(range(13))
+
+
+def stopped_in_an_evaluation(world, corpus, out):
+    run = built(corpus, out, world=world)
+    run.trainer.stop.request = run.trainer.stop.request if world.rank else lambda reason: None
+    return stop_in_a_measurement(run, 5, 0)
+
+
+@pytest.mark.slow
+def test_a_stop_of_one_rank_ends_the_evaluation_of_both(corpus, tmp_path):
+    assert on_ranks(2, stopped_in_an_evaluation, corpus, tmp_path) == [(Outcome("stopped", "SIGTERM"), 2)] * 2
+    resumed = trained(corpus, tmp_path)
+    assert [line["step"] for line in metrics(resumed.folder) if "valid/loss" in line] == [0, 5, 10, 12]
 
 
 def signalled(arguments, number, folder, flags=()):
