@@ -1,0 +1,50 @@
+"""Every file in examples/ runs, and a run that is stopped and continued ends with the same weights, bit for bit."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from tests.helpers.paths import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+CASES = {  # what the file imports, the words that say how long it trains, half and whole, and further words
+    "cnn": ([], "--steps", 5, 10, []),
+    "hf_trainer": (["accelerate", "transformers"], "--steps", 10, 20, []),
+    "hf_trainer with LoRA": (["accelerate", "peft", "transformers"], "--steps", 10, 20, ["--lora"]),
+    "accelerate_loop": (["accelerate", "transformers"], "--epochs", 1, 2, []),
+    "lightning_finetuning": (["lightning"], "--epochs", 2, 3, []),
+    "lightning_finetuning before it unfreezes": (["lightning"], "--epochs", 1, 3, []),
+}
+
+
+def run(name, out, *words):
+    """Return the weights and buffers at the end of an example, which is run in this process."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    model = example.main(["--out", str(out), *map(str, words)])
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stopped_run_is_continued_exactly(case, tmp_path, capsys):
+    libraries, key, half, whole, words = CASES[case]
+    for library in libraries:
+        pytest.importorskip(library)
+    if case == "accelerate_loop":
+        pytest.importorskip("transformers", minversion="5")  # in earlier ones Mixtral's experts are modules
+    name = case.split()[0]
+    straight = run(name, tmp_path / "straight", *words, key, whole)
+    assert "parameters" in capsys.readouterr().out  # the table of where each parameter goes
+    stopped = run(name, tmp_path / "stopped", *words, key, half)
+    torch.manual_seed(9)  # what a new process has instead
+    continued = run(name, tmp_path / "stopped", *words, key, whole)
+    assert straight.keys() == continued.keys()
+    assert [key for key in straight if not torch.equal(straight[key], continued[key])] == []
+    assert any(not torch.equal(stopped[key], continued[key]) for key in straight)
+
+
+def test_every_example_is_run():
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {case.split()[0] for case in CASES}
