@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from muown_train.runtime.atomic_files import sync_to_disk
+from muown_train.runtime.atomic_files import clear_path, sync_to_disk
 
 CHECKED = 1 << 27  # bytes up to which a file is read and hashed at each start; of a larger one only the size is checked
 WAIT = 3.0  # seconds before a process says that it waits for another
@@ -74,8 +74,7 @@ def fingerprint_files(paths: Iterable[Path]) -> str:
 
 
 def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> Any:
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = clear_path(folder.with_name(folder.name + ".partial"))
     partial.mkdir()
     try:
         index = build(partial)
@@ -84,7 +83,9 @@ def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> Any:
         (partial / "index.json").write_text(text)
         for path in partial.iterdir():
             sync_to_disk(path)
-        shutil.rmtree(folder, ignore_errors=True)
+        free = clear_path(folder)
+        if free != folder:  # what cannot be removed can be moved out of the way
+            folder.rename(free)
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

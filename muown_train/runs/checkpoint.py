@@ -145,9 +145,9 @@ class _WriterThread(threading.Thread):
     It is a daemon, so that a program that ends does not wait for the disk: an unpublished checkpoint is absent.
     """
 
-    def __init__(self, index: dict[str, Any], final: Path, write: Callable[[], files.Files]) -> None:
+    def __init__(self, index: dict[str, Any], partial: Path, final: Path, write: Callable[[], files.Files]) -> None:
         super().__init__(name=f"writes {final.name}", daemon=True)
-        self.index, self.final, self.write = index, final, write
+        self.index, self.partial, self.final, self.write = index, partial, final, write
         self.written: files.Files = {}
         self.error: Exception | None = None
 
@@ -193,6 +193,7 @@ class Checkpoints:
         self._copy = files.HostCopy(world.device)
         self._writer: _WriterThread | None = None
         self._remover: threading.Thread | None = None
+        self._damaged: set[Path] = set()  # damaged checkpoints that could not be set aside
 
     def save(self, step: int, state: Mapping[str, Stateful], loss: float | None = None, wait: bool = False) -> None:
         """Copy the state after a step and begin to write it; do nothing if the step is saved already.
@@ -211,7 +212,8 @@ class Checkpoints:
         final = self.folder / f"step-{step:08d}"
         flat = flatten({name: stateful.state_dict() for name, stateful in state.items()})
         begun = self._attempt_on_all(lambda: (self._begin(final), sorted(flat)))
-        if not begun[0][0]:
+        partial = begun[0][0]
+        if partial is None:
             return
         written_before = set().union(*(keys for _, keys in begun[: self.world.rank]))
         mine = {key: value for key, value in flat.items() if key not in written_before}
@@ -224,8 +226,8 @@ class Checkpoints:
             "valid_loss": loss if loss is not None and math.isfinite(loss) else None,
             "about": copy.deepcopy(self.metadata),
         }
-        partial, rank = files.get_partial_path(final), self.world.rank
-        self._writer = _WriterThread(index, final, lambda: files.write_rank(partial, rank, head, data, rest))
+        rank = self.world.rank
+        self._writer = _WriterThread(index, partial, final, lambda: files.write_rank(partial, rank, head, data, rest))
         self._writer.start()
         if wait:
             self.settle(wait=True)
@@ -292,13 +294,11 @@ class Checkpoints:
         newest = self.world.run_on_main(self._find_newest)
         return open_files(newest) if newest else None
 
-    def _begin(self, final: Path) -> bool:
-        """Make the folder to write to, on the main rank; return False if the checkpoint exists."""
-        if self.world.is_main:
-            if final.exists():
-                return False
-            files.make_partial_folder(final)
-        return True
+    def _begin(self, final: Path) -> Path | None:
+        """Make the folder to write to and return it, on the main rank; return None if the checkpoint exists."""
+        if not self.world.is_main or (final.exists() and final not in self._damaged):
+            return None
+        return files.make_partial_folder(final)
 
     def _publish(self, writer: _WriterThread, wait: bool) -> bool:
         """Do the work of `settle`."""
@@ -307,7 +307,7 @@ class Checkpoints:
         elif not all(self.world.gather(not writer.is_alive())):
             return False
         self._writer = None
-        main, partial = self.world.is_main, files.get_partial_path(writer.final)
+        main, partial = self.world.is_main, writer.partial
         try:
             parts = self._attempt_on_all(writer.get_files)
             index = {**writer.index, "files": {name: file for part in parts for name, file in part.items()}}
@@ -333,8 +333,14 @@ class Checkpoints:
         return newest
 
     def _set_aside(self, damaged: Path, fault: str) -> None:
-        aside = files.set_aside(damaged)
-        self.warn(f"checkpoint {damaged} is damaged ({fault}): set aside as {aside.name}, trying the one before it")
+        sentence = f"checkpoint {damaged} is damaged ({fault})"
+        try:
+            aside = files.set_aside(damaged)
+        except OSError as error:
+            self._damaged.add(damaged)
+            self.warn(f"{sentence} and cannot be set aside ({error}): trying the one before it")
+        else:
+            self.warn(f"{sentence}: set aside as {aside.name}, trying the one before it")
 
     def _attempt_on_all(self, action: Callable[[], Any]) -> list[Any]:
         """Return the results of all ranks, or raise one OSError on all of them: no rank waits for one that failed."""

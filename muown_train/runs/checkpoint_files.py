@@ -133,24 +133,29 @@ def publish(partial: Path, final: Path, index: Mapping[str, Any]) -> None:
     sync_to_disk(final.parent)
 
 
-def get_partial_path(final: Path) -> Path:
-    """Return the path of the folder that holds a checkpoint while it is written or removed."""
-    return final.with_name(f"partial-{final.name}")
+def make_partial_folder(final: Path) -> Path:
+    """Make a folder in which a new checkpoint is written, and remove what earlier processes left, as far as it can be.
 
-
-def make_partial_folder(final: Path) -> None:
-    """Make the folder in which a new checkpoint is written, and remove what earlier processes left."""
+    Returns:
+        The folder, whose name is its own: a leftover that cannot be removed may stand where it usually is.
+    """
     for leftover in final.parent.glob("partial-step-*"):
-        shutil.rmtree(leftover)
-    get_partial_path(final).mkdir(parents=True)
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial = _find_free_name(final, "partial-")
+    partial.mkdir(parents=True)
+    return partial
 
 
 def set_aside(checkpoint: Path) -> Path:
     """Rename a damaged checkpoint to a free name that begins with `damaged-`, and return its new path."""
-    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
-    while aside.exists():
-        aside = aside.with_name(aside.name + "+")
-    return checkpoint.rename(aside)
+    return checkpoint.rename(_find_free_name(checkpoint, "damaged-"))
+
+
+def _find_free_name(checkpoint: Path, prefix: str) -> Path:
+    path = checkpoint.with_name(f"{prefix}{checkpoint.name}")
+    while os.path.lexists(path):
+        path = path.with_name(f"{path.name}+")
+    return path
 
 
 def prune(
@@ -177,7 +182,8 @@ def prune(
     for step in losses.keys() - stay:
         old = folder / f"step-{step:08d}"
         try:
-            removed.append(old.rename(get_partial_path(old)))  # a half-removed one is never taken for a damaged one
+            # a half-removed one is never taken for a damaged one
+            removed.append(old.rename(_find_free_name(old, "partial-")))
         except OSError as error:
             warn(f"an old checkpoint stays, since it cannot be removed: {error}")
     thread = threading.Thread(target=_remove, args=(removed,), daemon=True)

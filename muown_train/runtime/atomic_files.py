@@ -20,12 +20,29 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def clear_path(path: Path) -> Path:
+    """Remove what stands at a path, and return the path, or a free one beside it if that cannot be removed.
+
+    Network file systems keep files that are open elsewhere, and administrators make files immutable: what a process
+    left behind must not stop the next one.
+    """
+    while True:
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+            return path
+        except OSError:
+            path = path.with_name(f"{path.name}+")
+
+
 def write_atomic(path: Path, content: bytes) -> None:
     """Write a file beside its place, sync it and rename it.
 
     At any time the file is either as before or complete. On return it is on the disk.
     """
-    partial = path.with_name(path.name + PARTIAL)
+    partial = clear_path(path.with_name(path.name + PARTIAL))
     partial.write_bytes(content)
     sync_to_disk(partial)
     os.replace(partial, path)
@@ -64,8 +81,7 @@ def atomic_folder(folder: Path, check: Callable[[Path], None]) -> Iterator[Path]
         with FileLock(lock, timeout=0):
             _restore(before, place)
             check(folder)
-            shutil.rmtree(before, ignore_errors=True)
-            shutil.rmtree(partial, ignore_errors=True)
+            before, partial = clear_path(before), clear_path(partial)
             partial.mkdir()
             try:
                 yield partial
