@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -64,11 +63,6 @@ def compute_unigram_loss(counts: np.ndarray, targets: np.ndarray) -> float:
     smoothed = np.asarray(counts, dtype=np.float64) + 1
     log_p = np.log(smoothed) - np.log(smoothed.sum())
     return float(-log_p[np.asarray(targets, dtype=np.int64)].mean())
-
-
-def print_line(message: str) -> None:
-    """Print one line on standard error: the default `progress`."""
-    print(message, file=sys.stderr, flush=True)
 
 
 class SplitWriter:

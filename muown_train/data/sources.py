@@ -19,12 +19,13 @@ import numpy as np
 
 from muown_train.config.instantiate import bind_target
 from muown_train.data.cache import fingerprint, fingerprint_files
-from muown_train.data.corpus import Corpus, SplitDocuments, compute_unigram_loss, print_line, tokenize_corpus
+from muown_train.data.corpus import Corpus, SplitDocuments, compute_unigram_loss, tokenize_corpus
 from muown_train.data.rows import RowSource, TokenRows
 from muown_train.data.text import train_bpe as bpe
-from muown_train.data.text.documents import expand_globs, read_documents
+from muown_train.data.text.documents import expand_globs, identify_file, read_documents
 from muown_train.data.text.holdout import is_held_out, split_by_content
 from muown_train.data.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from muown_train.runtime.progress import print_line
 
 FROM_RUN = ["run"]  # the argument of every data function that the program gives and no setting can
 FORMAT = 2  # version of the cached tokens: raise it when the same input would give others
@@ -108,13 +109,13 @@ def files(
     Raises:
         ValueError: a key, glob, file or line is at fault; the message names it.
     """
-    train_paths = expand_globs(train, "data.train")
+    train_paths = expand_globs(train, "data.train", run.progress)
     encoder = load_tokenizer(str(tokenizer)) if tokenizer else None
     check_vocabulary(*((encoder.name, encoder.size) if encoder else (bpe.NAME, bpe.SIZE)), run.vocab_size)
-    valid_paths = expand_globs(valid, "data.valid") if valid else []
-    both = {path.resolve() for path in train_paths} & {path.resolve() for path in valid_paths}
-    if both:
-        raise ValueError(f"{min(both)} is both in data.train and in data.valid")
+    valid_paths = expand_globs(valid, "data.valid", run.progress) if valid else []
+    trained_on = {identify_file(path) for path in train_paths}
+    if both := [path for path in valid_paths if identify_file(path) in trained_on]:
+        raise ValueError(f"{both[0].resolve()} is both in data.train and in data.valid")
 
     tokenized_by = encoder.fingerprint if encoder else bpe.NAME
     key = fingerprint(FORMAT, tokenized_by, text, fingerprint_files(train_paths), fingerprint_files(valid_paths))

@@ -13,6 +13,11 @@ _RATE_WINDOW = 20.0  # seconds over which a rate is measured: work comes in burs
 _RATE_AFTER = 3.0  # seconds that the first rate takes
 
 
+def print_line(message: str) -> None:
+    """Print one line on standard error."""
+    print(message, file=sys.stderr, flush=True)
+
+
 class StatusLine:
     """A line about the state of some work.
 

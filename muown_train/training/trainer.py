@@ -7,6 +7,7 @@ only) -> clip -> lr = base * schedule(step) -> optimizer.step() -> zero_grad -> 
 import math
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -136,7 +137,9 @@ class Trainer:
         if not fault:
             try:
                 return next(self.loader), None
-            except (OSError, ValueError) as error:
+            except Exception as error:  # readers and tokenizers raise errors of every kind
+                if not isinstance(error, OSError | ValueError):  # these say what happened
+                    traceback.print_exc()
                 fault = str(error) or type(error).__name__
                 self.stop.request(fault)  # all ranks see the reason at the next boundary
         rows = self.settings.batch_tokens // self.settings.seq_len // self.world.size

@@ -12,13 +12,15 @@ MESSAGE = "file 3 failed; stopped after step 7, which is saved: the same command
 class Failing:
     """A source of rows that fails at some row, as a stream does when the hub stays away."""
 
+    raises: Exception = ConnectionError("file 3 failed")
+
     def __init__(self, rows, first):
         self.rows, self.first, self.seq_len = rows, first, rows.seq_len
         self.state_dict, self.load_state_dict = rows.state_dict, rows.load_state_dict
 
     def take(self, indices):
         if max(indices) >= self.first:
-            raise ConnectionError("file 3 failed")
+            raise self.raises
         return self.rows.take(indices)
 
 
@@ -67,6 +69,20 @@ def test_steps_after_the_failure_are_taken_back(corpus, tmp_path, log_every):
     folder, whole = (tmp_path / "run", tmp_path / "whole" / "run")
     assert losses(folder) == losses(whole)
     assert [line.get("data/hash") for line in metrics(folder)] == [line.get("data/hash") for line in metrics(whole)]
+
+
+@pytest.mark.parametrize("error", [AttributeError("no decode"), IndexError("index out of bounds"), RuntimeError()])
+def test_errors_of_every_kind_stop_a_run_that_is_saved(corpus, tmp_path, capsys, error):
+    run = built(corpus, tmp_path)
+    run.resume()
+    rows = run.trainer.loader._rows = Failing(run.trainer.loader._rows, 7 * 8)
+    rows.raises = error
+    said = str(error) or "RuntimeError"
+    with pytest.raises(OSError, match=f"^{said}; stopped after step 7, which is saved: the same command goes on$"):
+        run.trainer.fit()
+    run.close()
+    assert "Traceback" in capsys.readouterr().err  # such an error may be a mistake of the program
+    assert trained(corpus, tmp_path).trainer.step == 12
 
 
 def test_before_the_first_step_there_is_nothing_to_save(corpus, tmp_path):

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from muown_train.data.corpus import print_line
 from muown_train.data.hub.parquet import BATCH, TIMEOUT, read_row_group_sizes, read_texts
 from muown_train.data.hub.retry import Retry, describe_cause, is_transient
-from muown_train.data.text.documents import replace_surrogates
+from muown_train.data.text.documents import check_text_column, replace_surrogates
+from muown_train.runtime.progress import print_line
 
 FOOTERS_AT_ONCE = 8  # files whose footers are read at the same time
 MINIMUM = {"streams": 1, "shuffle": 1, "retries": 0}  # least values of the settings that select no documents
@@ -104,11 +104,12 @@ class HubFiles:
                 self.retry.wait(failures, error, stop)
 
     def _read_row_groups(self, unit: Unit, first: int) -> Iterator[str | None]:
-        return read_texts(self.urls[unit.file], self.text, unit.begin, unit.end, first)
+        return read_texts(self.urls[unit.file], self.names[unit.file], self.text, unit.begin, unit.end, first)
 
     def _read_by_datasets(self, unit: Unit, first: int) -> Iterator[str | None]:
         part = self.dataset.shard(num_shards=len(self.names), index=unit.file).select_columns([self.text])
         for table in part.with_format("arrow").iter(batch_size=BATCH):
+            check_text_column(self.names[unit.file], table.schema, self.text)
             skipped = min(first, table.num_rows)
             first -= skipped
             yield from table.column(self.text).slice(skipped).to_pylist()

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
 
+from muown_train.data.text.documents import check_text_column
+
 BATCH = 256  # documents that are decoded together
 TIMEOUT = 30.0  # seconds without an answer
 
@@ -81,17 +83,22 @@ def read_row_group_sizes(url: str) -> list[int]:
         return [file.metadata.row_group(k).num_rows for k in range(file.num_row_groups)]
 
 
-def read_texts(url: str, column: str, begin: int, end: int | None, first: int) -> Iterator[str | None]:
+def read_texts(url: str, name: str, column: str, begin: int, end: int | None, first: int) -> Iterator[str | None]:
     """Yield texts of consecutive row groups, which are fetched one at a time.
 
     Args:
+        name: of the file, for messages.
         begin: the first row group.
         end: the row group after the last; None means up to the end of the file.
         first: the number, in these row groups, of the first text; row groups that end before it are not fetched.
+
+    Raises:
+        ValueError: the file has no such column, or the column holds no text.
     """
     import pyarrow.parquet as pq
 
     with RangeFile(url) as raw, pq.ParquetFile(raw, pre_buffer=False) as file:
+        check_text_column(name, file.schema_arrow, column)
         stop = file.num_row_groups if end is None else end
         while begin < stop and first >= (documents := file.metadata.row_group(begin).num_rows):
             first -= documents

@@ -15,7 +15,12 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
+
+from muown_train.runtime.progress import print_line
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 T = TypeVar("T")
 LabelledDocument = tuple[str, str | None]  # a document and its label, if it has one
@@ -24,11 +29,16 @@ FileReader = Callable[[Path, str, str | None], Iterator[LabelledDocument]]  # (f
 PARQUET_BATCH = 256  # documents that are read together
 
 
-def expand_globs(patterns: str | Sequence[str] | None, key: str = "data.train") -> list[Path]:
-    """Return the files that a glob or a list of globs matches, sorted, each once; `~` and a recursive `**` work.
+def expand_globs(
+    patterns: str | Sequence[str] | None, key: str = "data.train", notify: Callable[[str], None] = print_line
+) -> list[Path]:
+    """Return the files that a glob or a list of globs matches, sorted; `~` and a recursive `**` work.
+
+    A file that has several paths, through links, counts once.
 
     Args:
         key: the setting that holds the globs, for messages.
+        notify: is called with a sentence if paths were left out.
 
     Raises:
         ValueError: there is no glob, or one matches no file, or a file is of an unknown kind; the message names it.
@@ -48,7 +58,24 @@ def expand_globs(patterns: str | Sequence[str] | None, key: str = "data.train") 
         paths.update(files)
     for path in sorted(paths):
         _find_reader(path)
-    return sorted(paths)
+    files_by_identity: dict[object, list[Path]] = {}
+    for path in paths:
+        files_by_identity.setdefault(identify_file(path), []).append(path)
+    chosen = sorted(min(same, key=_rank_path) for same in files_by_identity.values())
+    if left_out := len(paths) - len(chosen):
+        notify(f"{key}: {left_out} paths are left out, since they lead to files that other paths lead to already")
+    return chosen
+
+
+def identify_file(path: Path) -> tuple[int, int] | str:
+    """Return what all paths of a file have in common: its device and inode, or its resolved path without these."""
+    stat = path.stat()
+    return (stat.st_dev, stat.st_ino) if stat.st_ino else str(path.resolve())
+
+
+def _rank_path(path: Path) -> tuple[bool, int, str]:
+    """Return a key by which a path without links comes first, then the shortest."""
+    return path.absolute() != path.resolve(), len(path.parts), str(path)
 
 
 def read_documents(paths: Sequence[Path], text: str = "text") -> Iterator[str]:
@@ -136,12 +163,8 @@ def _read_parquet(path: Path, text: str, label: str | None) -> Iterator[Labelled
 
     try:
         with pq.ParquetFile(path) as file:
+            check_text_column(str(path), file.schema_arrow, text)
             names = file.schema_arrow.names
-            if text not in names:
-                raise ValueError(f"{path} has no column {text!r} (data.text); its columns: {', '.join(names)}")
-            kind = file.schema_arrow.field(text).type
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-                raise ValueError(f"{path}: column {text!r} holds {kind}, not text")
             if label is not None and label not in names:
                 raise ValueError(f"{path} has no column {label!r}; its columns: {', '.join(names)}")
             for batch in file.iter_batches(
@@ -152,6 +175,23 @@ def _read_parquet(path: Path, text: str, label: str | None) -> Iterator[Labelled
                 yield from (pair for pair in zip(values, labels, strict=True) if pair[0] is not None)
     except pa.ArrowException as error:
         raise ValueError(f"cannot read {path}: {error}") from error
+
+
+def check_text_column(source: str, schema: pa.Schema, column: str) -> None:
+    """Raise ValueError unless the column of an Arrow schema holds text, as strings of any kind or as nulls alone.
+
+    Args:
+        source: the file or data set, for messages.
+    """
+    import pyarrow as pa
+
+    if column not in schema.names:
+        raise ValueError(f"{source} has no column {column!r} (data.text); its columns: {', '.join(schema.names)}")
+    kind = schema.field(column).type
+    stored = kind.value_type if pa.types.is_dictionary(kind) else kind
+    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
+    if not any(is_kind(stored) for is_kind in kinds):
+        raise ValueError(f"{source}: column {column!r} holds {kind}, not text")
 
 
 def _open(path: Path) -> BinaryIO:

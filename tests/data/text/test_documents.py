@@ -1,6 +1,8 @@
 import gzip
 import json
 import lzma
+import os
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -137,3 +139,115 @@ def test_labels(tmp_path, name):
     assert list(read_with_labels([path]))[1] == ("c", str(path))
     with pytest.raises(ValueError, match=r"has no (key|column) 'source'"):
         list(read_with_labels([path], "text", "source"))
+
+
+def write_lines(path: Path, *texts: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def link_to_own_folder(root):
+    (root / "a" / "again").symlink_to(root / "a")
+    return f"{root}/**/*.jsonl"
+
+
+def link_beside(root):
+    (root / "latest").symlink_to(root / "a")
+    return f"{root}/*/*.jsonl"
+
+
+def link_of_a_file(root):
+    (root / "a" / "copy.jsonl").symlink_to(root / "a" / "1.jsonl")
+    return f"{root}/a/*.jsonl"
+
+
+def chain_of_links(root):
+    (root / "one").symlink_to(root / "two")
+    (root / "two").symlink_to(root / "a")
+    return [f"{root}/one/*.jsonl", f"{root}/two/*.jsonl"]
+
+
+def hard_link(root):
+    (root / "a" / "copy.jsonl").hardlink_to(root / "a" / "1.jsonl")
+    return f"{root}/a/*.jsonl"
+
+
+def dots(root):
+    return [f"{root}/a/*.jsonl", f"{root}/a/../a/*.jsonl", f"{root}/./a/1.jsonl"]
+
+
+def relative_and_absolute(root):
+    return [f"{root}/a/*.jsonl", f"{os.path.relpath(root)}/a/*.jsonl"]
+
+
+def twice(root):
+    return [f"{root}/a/*.jsonl", f"{root}/a/*.jsonl"]
+
+
+def link_upwards(root):
+    (root / "a" / "up").symlink_to(root)
+    return f"{root}/**/*.jsonl"
+
+
+def link_of_another_name(root):
+    (root / "b").mkdir()
+    (root / "b" / "x.jsonl").symlink_to("../a/1.jsonl")
+    return [f"{root}/a/*.jsonl", f"{root}/b/*.jsonl"]
+
+
+WAYS = [
+    *(link_to_own_folder, link_beside, link_of_a_file, chain_of_links, hard_link, dots),
+    *(relative_and_absolute, twice, link_upwards, link_of_another_name),
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_file_with_several_paths_counts_once(tmp_path, way):
+    write_lines(tmp_path / "a" / "1.jsonl", "first", "second"), write_lines(tmp_path / "a" / "2.jsonl", "third")
+    said: list[str] = []
+    paths = expand_globs(way(tmp_path), notify=said.append)
+    assert sorted(read_documents(paths)) == ["first", "second", "third"]
+    if way in (link_of_a_file, hard_link, link_beside, link_to_own_folder, link_upwards):
+        assert len(said) == 1 and "are left out" in said[0]
+    elif way is twice:
+        assert not said
+
+
+def test_the_path_without_a_link_is_kept(tmp_path):
+    write_lines(tmp_path / "z" / "1.jsonl", "text")
+    (tmp_path / "a").symlink_to(tmp_path / "z")
+    assert expand_globs(f"{tmp_path}/*/*.jsonl", notify=lambda said: None) == [tmp_path / "z" / "1.jsonl"]
+
+
+KINDS = {
+    "string": (pa.string(), True),
+    "large_string": (pa.large_string(), True),
+    "string_view": (pa.string_view(), True),
+    "dictionary": (pa.dictionary(pa.int32(), pa.string()), True),
+    "nulls": (pa.null(), True),
+    "list": (pa.list_(pa.string()), False),
+    "binary": (pa.binary(), False),
+    "int": (pa.int64(), False),
+    "struct": (pa.struct([("a", pa.string())]), False),
+    "dictionary of ints": (pa.dictionary(pa.int32(), pa.int64()), False),
+}
+
+
+def make_column(kind: str) -> pa.Table:
+    """Return a table of two texts and a null in a column of this kind; of nulls, or of what else the kind holds."""
+    arrow, _ = KINDS[kind]
+    values = {"list": [["a"]], "binary": [b"a"], "int": [1], "struct": [{"a": "b"}], "dictionary of ints": [1]}
+    given = values.get(kind, [None] if kind == "nulls" else ["eins", None, "zwei"])
+    plain = pa.array(given, arrow.value_type if pa.types.is_dictionary(arrow) else arrow)
+    return pa.table({"text": plain.dictionary_encode() if pa.types.is_dictionary(arrow) else plain})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_columns(tmp_path, kind):
+    pq.write_table(make_column(kind), tmp_path / "a.parquet")
+    if KINDS[kind][1]:
+        assert list(read_documents([tmp_path / "a.parquet"])) == ([] if kind == "nulls" else ["eins", "zwei"])
+    else:
+        with pytest.raises(ValueError, match=r"a.parquet: column 'text' holds .*, not text"):
+            list(read_documents([tmp_path / "a.parquet"]))
