@@ -246,3 +246,29 @@ def test_which_errors_may_pass():
     assert is_transient(ConnectionResetError()) and is_transient(TimeoutError())
     assert not any(map(is_transient, [FileNotFoundError("x"), ValueError("x"), pa.ArrowInvalid("x")]))
     assert describe_cause(ValueError("a\n b")) == "ValueError: a b"
+
+
+COLUMNS = {  # name of a file -> its table and, if it cannot be read, what is said of it
+    "large.parquet": (pa.table({"text": pa.array(["a", None], pa.large_string())}), None),
+    "view.parquet": (pa.table({"text": pa.array(["a", None], pa.string_view())}), None),
+    "dictionary.parquet": (pa.table({"text": pa.array(["a", None]).dictionary_encode()}), None),
+    "nulls.parquet": (pa.table({"text": pa.nulls(2)}), None),
+    "list.parquet": (pa.table({"text": [["a"], ["b"]]}), "column 'text' holds list<.*>, not text"),
+    "binary.parquet": (pa.table({"text": [b"a", b"b"]}), "column 'text' holds binary, not text"),
+    "int.parquet": (pa.table({"text": [1, 2]}), "column 'text' holds int64, not text"),
+    "absent.parquet": (pa.table({"body": ["a"]}), r"has no column 'text' \(data.text\); its columns: body"),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_of_other_kinds(hub, files, name):
+    table, message = COLUMNS[name]
+    pq.write_table(table, hub.root / REPO / name)
+    odd = replace(files, names=(name,), urls=(f"{hub.url}/{REPO}/resolve/{hub.commit}/{name}",))
+    if message is None:
+        expected = ["", ""] if name == "nulls.parquet" else ["a", ""]
+        assert list(odd.read_documents(Unit(0), 0)) == expected
+    else:
+        with pytest.raises(ConnectionError, match=rf"reading {name} failed \(.*{name}:? {message}"):
+            list(odd.read_documents(Unit(0), 0))
+    assert not said(files)  # nothing is tried again
