@@ -12,15 +12,16 @@ from tests.helpers.paths import ROOT
 README = (ROOT / "README.md").read_text()
 PAGES = ["README.md", "docs/performance.md", "docs/results.md"]
 PACKAGE = ROOT / "muown_train"
-TOP_LEVEL = ("muown_train", "scripts", "slurm", "configs", "tests", "docs")
+TOP_LEVEL = ("muown_train", "scripts", "slurm", "configs", "tests", "docs", "examples")
 MAP = re.search(r"```text\n(muown_train/ .*?)```", README, re.DOTALL)[1]
 
 
-def test_the_example_runs():
-    example = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+def test_its_code_runs_and_prints_what_it_says(capsys):
     names: dict = {}
-    exec(example, names)
+    for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        exec(code, names)
     assert names["optimizer"].param_groups
+    assert f"```text\n{capsys.readouterr().out}```" in README
 
 
 def test_every_model_and_optimizer_is_in_the_tables():
