@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,11 +25,15 @@ from muown_train.cli.process import speed_up_torch_import
 from muown_train.config.compose import CONFIG_DIR, check_config, load_config, register_resolvers
 from muown_train.config.overrides import quote_text
 from muown_train.config.renamed_names import update_overrides
+from muown_train.config.run_name import locate_run_folder
 from muown_train.config.schema import RunConfig
+from muown_train.runs.status import RepeatedFailure, count_start, lock_folder
 from muown_train.runtime.atomic_files import write_atomic
 from muown_train.runtime.redaction import redact, redact_tracebacks
 
 if TYPE_CHECKING:
+    from filelock import FileLock
+
     from muown_train.runs.status import Outcome
     from muown_train.training.run import Run
 
@@ -58,20 +62,27 @@ def train(config: RunConfig, overrides: Sequence[str]) -> None:
     Args:
         overrides: the words of the command line that the configuration was made of.
     """
-    with speed_up_torch_import():  # this takes seconds, and errors in settings are known by now
-        from muown_train.cli.summary import report_end
-        from muown_train.runs.status import RepeatedFailure
-        from muown_train.runtime.distributed import join_world
-        from muown_train.training.build import build_run
-        from muown_train.training.continuation import continue_from_checkpoint
-
-    with join_world() as world:
+    lock, refusal = begin_start(config)
+    with ExitStack() as stack:
+        if lock:
+            stack.callback(lock.release)
         try:
+            with speed_up_torch_import():  # this takes seconds, and errors in settings are known by now
+                from muown_train.cli.summary import report_end
+                from muown_train.runtime.distributed import join_world
+                from muown_train.training.build import build_run
+                from muown_train.training.continuation import continue_from_checkpoint
+
+            world = stack.enter_context(join_world())
+            if refusal := world.gather(refusal)[0]:
+                raise refusal
             # the newest checkpoint may change meanwhile, so one rank looks for all
             config, source = world.run_on_main(lambda: continue_from_checkpoint(config, overrides))
-            run = build_run(config, world, source)
-        except RepeatedFailure as error:
-            exit_with(str(error), GAVE_UP)
+            run = build_run(config, world, source, lock)
+        except Exception:
+            if isinstance(refusal, RepeatedFailure):  # also where the ranks do not even meet
+                exit_with(str(refusal), GAVE_UP)
+            raise
         try:
             ended_before = run.resume()
             outcome = ended_before or train_run(run)
@@ -86,6 +97,24 @@ def train(config: RunConfig, overrides: Sequence[str]) -> None:
             run.close()
     if outcome.state == "stopped":
         sys.exit(0)  # --multirun begins no further job
+
+
+def begin_start(config: RunConfig) -> "tuple[FileLock | None, Exception | None]":
+    """Lock the run's folder and count the start, if starts are counted; on the main rank, before anything can fail.
+
+    Returns:
+        The lock, and the error that all ranks end with once they have met, if there is one.
+    """
+    if config.give_up_after is None or os.environ.get("RANK", "0") != "0":
+        return None, None
+    folder = locate_run_folder(config.out, config.name)
+    lock = None
+    try:
+        lock = lock_folder(folder)
+        count_start(folder, config.give_up_after)
+    except (ValueError, OSError, RepeatedFailure) as error:
+        return lock, error
+    return lock, None
 
 
 def train_run(run: "Run") -> "Outcome":

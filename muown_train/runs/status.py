@@ -1,4 +1,5 @@
-"""The status of a run, in its folder: status.json tells people, starts.jsonl tells the run when to give up.
+"""The status of a run, in its folder: status.json tells people, starts.jsonl tells the run when to give up, and a lock
+keeps a second process away.
 
 status.json    {"state", "reason", "step", "steps", "time"}; the states are running (or cut off, if no process holds
                the folder's lock), stopped or failed (the same command goes on), finished, and diverged; `step` is the
@@ -9,15 +10,15 @@ starts.jsonl   a line for each start: {"job", "failed_at", "time"}
 import json
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from muown_train.runs.metrics import Metrics
 from muown_train.runtime.atomic_files import try_read_json, write_atomic
-
-if TYPE_CHECKING:  # reading a status must not load torch
-    from muown_train.runtime.distributed import World
 
 
 @dataclass(frozen=True)
@@ -43,27 +44,37 @@ def read_status(folder: Path) -> dict[str, Any]:
     return try_read_json(folder / "status.json")
 
 
-def count_start(folder: Path, give_up_after: int, world: "World") -> None:
-    """Record that a run starts. A start after a planned end does not count as a failure. A collective call.
+def lock_folder(folder: Path) -> FileLock:
+    """Make a run's folder and lock it for this process; the system releases the lock however the process ends.
+
+    Raises:
+        ValueError: another process trains there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f"{folder} is being trained by another process: wait for it, or give another name") from None
+    return lock
+
+
+def count_start(folder: Path, give_up_after: int) -> None:
+    """Record that a run starts, on the main rank alone. A start after a planned end does not count as a failure.
 
     Args:
         give_up_after: the number of starts in a row, of the same SLURM job or of none, that may fail at the same step.
 
     Raises:
-        RepeatedFailure: that many have failed; raised on every rank.
+        RepeatedFailure: that many have failed.
         OSError: the folder cannot be written.
     """
-    world.run_on_main(lambda: _record_start(folder, give_up_after))
-
-
-def _record_start(folder: Path, give_up_after: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     path, job = folder / "starts.jsonl", os.environ.get("SLURM_JOB_ID")
-    starts = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    starts = _read_starts(path)
     status = read_status(folder)
     planned = status.get("state") in ("stopped", "finished", "diverged")
     failed_at = None
-    ended = planned and bool(starts) and status["time"] >= starts[-1]["time"]
+    ended = planned and bool(starts) and status.get("time", 0) >= starts[-1]["time"]
     if starts and starts[-1]["job"] == job and not ended:
         lines = Metrics(folder).read()
         failed_at = lines[-1]["step"] if lines else 0
@@ -79,3 +90,14 @@ def _record_start(folder: Path, give_up_after: int) -> None:
             f"{folder}: {give_up_after} starts in a row failed after step {failed_at}; look at the log, "
             "mend the cause, and start the run again"
         )
+
+
+def _read_starts(path: Path) -> list[dict[str, Any]]:
+    """Return the starts recorded so far; a line that a full disk or a crash has cut off is left out."""
+    starts = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            start = json.loads(line)
+            if isinstance(start, dict) and start.keys() >= {"job", "failed_at", "time"}:
+                starts.append(start)
+    return starts

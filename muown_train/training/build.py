@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from muown_train.config.budget import compute_batch_rows
 from muown_train.config.instantiate import bind_target
@@ -24,7 +25,7 @@ from muown_train.runs import manifest
 from muown_train.runs.checkpoint import Checkpoints
 from muown_train.runs.checkpoint_reader import read_newest_metadata
 from muown_train.runs.metrics import Line, Metrics, Sink
-from muown_train.runs.status import count_start
+from muown_train.runs.status import lock_folder
 from muown_train.runtime import hardware
 from muown_train.runtime.distributed import World
 from muown_train.runtime.redaction import redact_tree
@@ -32,18 +33,19 @@ from muown_train.runtime.stop_signal import StopSignal
 from muown_train.training.continuation import Source
 from muown_train.training.divergence import DivergenceMonitor
 from muown_train.training.optimizers import build_optimizer
-from muown_train.training.run import Run, lock_folder
+from muown_train.training.run import Run
 from muown_train.training.schedule import build_schedule
 from muown_train.training.tracking.console import ConsoleSink
 from muown_train.training.trainer import Trainer
 from muown_train.training.warm_start import InitialWeights, read_initial_weights
 
 
-def build_run(config: RunConfig, world: World, source: Source | None = None) -> Run:
+def build_run(config: RunConfig, world: World, source: Source | None = None, lock: FileLock | None = None) -> Run:
     """Build a run from its configuration; a collective call.
 
     Args:
         source: the checkpoint of another run that a new run continues (see `training.continuation`).
+        lock: the lock of the run's folder, where the main rank holds it already.
 
     Raises:
         ValueError: a setting is unknown, out of range, or does not fit the others.
@@ -67,8 +69,6 @@ def build_run(config: RunConfig, world: World, source: Source | None = None) -> 
     if config.tracking:
         tracking = bind_target(config.tracking, "tracking", trust=config.trust)()
 
-    if config.give_up_after:
-        count_start(folder, config.give_up_after, world)
     run_info = RunInfo(config.seq_len, config.seed, config.valid_tokens, locate_cache(config.cache), model.vocab_size)
     data = build_data(config.data, run_info, config.trust)
     if source:
@@ -106,7 +106,7 @@ def build_run(config: RunConfig, world: World, source: Source | None = None) -> 
     if world.is_main:
         run.metadata = manifest.describe(model, optimizer, data.metadata, settings, world, started) | {"origin": origin}
         run.sinks = [sink for sink in (ConsoleSink(), tracking) if sink]
-        run.lock = lock_folder(folder)
+        run.lock = lock or lock_folder(folder)
     return run
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from muown_train.config.schema import RunConfig
 from muown_train.data.sources import TrainingData
@@ -102,18 +102,3 @@ class Run:
     def _write_status(self, outcome: Outcome) -> None:
         if self.trainer.world.is_main:
             write_status(self.folder, outcome, self.trainer.step, self.trainer.settings.steps)
-
-
-def lock_folder(folder: Path) -> FileLock:
-    """Make a run's folder and lock it for this process; the system releases the lock however the process ends.
-
-    Raises:
-        ValueError: another process trains there.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ValueError(f"{folder} is being trained by another process: wait for it, or give another name") from None
-    return lock

@@ -4,15 +4,18 @@ import json
 import math
 import os
 import signal
+import sys
 import time
 
 import pytest
 import torch
 
-from muown_train.runs.status import Outcome, RepeatedFailure, count_start, read_status, write_status
+from muown_train.cli.train import train
+from muown_train.config.compose import load_config
+from muown_train.runs.status import Outcome, RepeatedFailure, count_start, lock_folder, read_status, write_status
 from tests.cli.test_main import small
 from tests.helpers.ranks import on_ranks, start_command
-from tests.helpers.runs import HERE, built, metrics, slow_but, trained, wait_until
+from tests.helpers.runs import built, metrics, slow_but, trained, wait_until
 from tests.training.test_trainer import weights
 
 KEYS = ("step", "tokens", "train/loss", "train/grad_norm", "train/lr", "data/hash", "valid/loss", "valid/perplexity")
@@ -199,7 +202,7 @@ def started_often(folder, *found):
             continue
         if isinstance(step, int):
             (folder / "metrics.jsonl").write_text(json.dumps({"step": step}) + "\n")
-        count_start(folder, 3, HERE)
+        count_start(folder, 3)
         if step != "early":
             write_status(folder, Outcome("running"), 0, 10)
 
@@ -229,3 +232,55 @@ def test_gives_up_after_three_failures_at_one_update(tmp_path, found, monkeypatc
 def test_status_that_cannot_be_read_is_none(tmp_path):
     (tmp_path / "status.json").write_text("[")
     assert read_status(tmp_path) == {}
+
+
+def test_a_start_that_a_crash_cut_off_is_left_out(tmp_path):
+    started_often(tmp_path, 5, 5)
+    path = tmp_path / "starts.jsonl"
+    path.write_text(path.read_text()[:-9])
+    started_often(tmp_path, 5)
+    with pytest.raises(RepeatedFailure):
+        started_often(tmp_path, 5, 5)
+
+
+def failing_early(kind, monkeypatch):
+    """Make every start fail before the first step, in this way."""
+    if kind == "the port":
+        monkeypatch.setattr(
+            "muown_train.runtime.distributed.join_world", lambda: (_ for _ in ()).throw(OSError("address in use"))
+        )
+    elif kind == "memory":
+        monkeypatch.setattr(
+            "muown_train.training.build.build_initial_model", lambda *_, **__: (_ for _ in ()).throw(MemoryError())
+        )
+    elif kind == "the data":
+        monkeypatch.setattr(
+            "muown_train.training.build.build_data", lambda *_: (_ for _ in ()).throw(ConnectionError("no hub"))
+        )
+    else:
+        monkeypatch.setitem(sys.modules, "muown_train.training.build", None)  # its import fails
+
+
+@pytest.mark.parametrize("kind", ["the port", "memory", "the data", "an import"])
+def test_failures_before_the_first_step_count(corpus, tmp_path, monkeypatch, kind):
+    words = [*small(corpus, tmp_path, "name=run"), "give_up_after=3"]
+    with monkeypatch.context() as patch:
+        failing_early(kind, patch)
+        for start in range(4):
+            with pytest.raises((SystemExit, Exception)) as caught:
+                train(load_config(words), words)
+            code = caught.value.code if isinstance(caught.value, SystemExit) else 1
+            assert code == (3 if start == 3 else 1), caught.value
+    train(load_config(words), words)  # by somebody who has read this, and mended it
+    assert read_status(tmp_path / "run")["state"] == "finished"
+
+
+def test_a_start_that_the_lock_refuses_does_not_count(corpus, tmp_path):
+    words = [*small(corpus, tmp_path, "name=run"), "give_up_after=3"]
+    lock = lock_folder(tmp_path / "run")
+    for _ in range(5):
+        with pytest.raises(ValueError, match="trained by another process"):
+            train(load_config(words), words)
+    assert not (tmp_path / "run" / "starts.jsonl").exists()
+    lock.release()
+    train(load_config(words), words)
