@@ -19,17 +19,15 @@ runs there are and what the paper reports about them:
 This module does not load torch.
 """
 
-import copy
-import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from muown_train.config.checks import check_int, is_number
-from muown_train.config.compose import CONFIG_DIR, compose_config, flatten, read_first_sentence
+from muown_train.config.compose import CONFIG_DIR, compose_config, read_first_sentence
 from muown_train.config.overrides import parse_overrides
 from muown_train.config.run_name import list_naming_overrides, make_folder_name
 from muown_train.experiments.scale import SCALES, scale_down
@@ -141,50 +139,21 @@ class Grid:
         return [point for curve in self.curves for point in self._expand_curve(curve, list(overrides))]
 
     def _expand_curve(self, curve: Curve, overrides: list[str]) -> Iterator["GridPoint"]:
-        config: DictConfig | None = None
         for value in self.values:
             axis = [f"{self.over}={value!r}"] if self.over else []
             shared = keep_last_of_key([f"experiment={self.name}", *curve.overrides, *axis])
             if self.scale:
                 shared = scale_down(SCALES[self.scale], shared, overrides)
             shared = keep_last_of_key([*shared, *overrides])
-            # composing takes a tenth of a second, so a value of the axis, a rate and a seed are set in what is there
-            if config is None or self.scale:
-                config = compose_config(shared)
-            else:
-                OmegaConf.update(config, str(self.over), value)
+            config = compose_config(shared)
             named = [word for _, word in list_naming_overrides([*axis, *overrides])]
-            resolve = _Resolver(config)
             for lr in curve.lr:
                 for seed in self.seeds:
-                    resolved = resolve({"optim.lr": lr, "seed": seed})
+                    config.optim.lr, config.seed = lr, seed
+                    resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
                     name = make_folder_name([curve.key, *named, f"lr={lr:g}", f"seed={seed}"])
                     words = (*shared, f"optim.lr={lr!r}", f"seed={seed}")
                     yield GridPoint(curve, value, lr, seed, name, words, resolved)
-
-
-class _Resolver:
-    """Resolves a configuration for several values of some settings.
-
-    OmegaConf takes ten milliseconds to resolve all settings, so those that refer to no other are resolved once.
-    """
-
-    def __init__(self, config: DictConfig) -> None:
-        self.config = config
-        self.resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
-        nodes = flatten(OmegaConf.to_container(config, resolve=False))
-        self.referring = [key for key, node in nodes if not isinstance(node, dict) and "${" in str(node)]
-
-    def __call__(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        for key, value in settings.items():
-            OmegaConf.update(self.config, key, value)
-        resolved = copy.deepcopy(self.resolved)
-        for key in (*settings, *self.referring):
-            *sections, last = key.split(".")
-            value = OmegaConf.select(self.config, key)
-            plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            functools.reduce(dict.__getitem__, sections, resolved)[last] = plain
-        return resolved
 
 
 @dataclass(frozen=True, eq=False)

@@ -71,11 +71,16 @@ def test_every_experiment_is_there():
     assert set(list_grids()) == set(RUNS) | set(OURS)
 
 
+@pytest.fixture(scope="module")
+def rates():
+    """The settings of all runs of the experiment with learning rates."""
+    return [get_defining_settings(point.config) for point in load_grid("corpus_learning_rate").expand()]
+
+
 @pytest.mark.parametrize("name", OURS)
-def test_runs_of_our_own_are_for_a_cpu_and_shared(name):
+def test_runs_of_our_own_are_for_a_cpu_and_shared(name, rates):
     grid = load_grid(name)
     points = grid.expand()
-    rates = [get_defining_settings(point.config) for point in load_grid("corpus_learning_rate").expand()]
     ours = [get_defining_settings(point.config) for point in points]
     shared = [settings for settings in ours if any(same_settings(one, settings) for one in rates)]
     assert grid.gpus is None and (len(points), len(shared)) == OURS[name]
@@ -104,9 +109,12 @@ def test_cells_that_are_one_run(tmp_path):
 
 
 QUICK = [
-    (name, scale) for name in ("500m_multiseed", "width", "qwen2_0_5b", "speedrun_width") for scale in (None, *SCALES)
+    *(("500m_multiseed", scale) for scale in (None, "tiny", "small")),
+    *(("qwen2_0_5b", scale) for scale in (None, "tiny")),
+    ("width", None),
+    ("speedrun_width", "tiny"),
 ]
-EVERY = dict.fromkeys([*QUICK, *((name, scale) for name in RUNS for scale in (None, "tiny"))])
+EVERY = [(name, scale) for name in RUNS for scale in (None, *SCALES)]
 
 
 @pytest.mark.parametrize("of", slow_but(QUICK, EVERY), ids=str)

@@ -67,7 +67,7 @@ CASES = [
 ]
 
 
-# Others take both branches of attention, of the loss and of checkpointing as well, at other sizes.
+# Without the slow cases, both branches of attention, of the head and of checkpointing, and every architecture, are traced.
 QUICK_AUTOCAST = [
     ("GPT", {}),
     ("GPT", {"L": 3, "n": 1}),
