@@ -18,17 +18,25 @@ _FIXED = (
 _MAY_CHANGE = ("data.retries", "model.activation_checkpointing")
 
 
-def check_same_run(folder: Path, metadata: Mapping[str, Any] | None, config: Mapping[str, Any]) -> None:
+def check_same_run(folder: Path, metadata: Mapping[str, Any] | None, config: Mapping[str, Any]) -> list[str]:
     """Refuse a configuration that cannot continue from the checkpoints in a folder.
+
+    Where the hash of the data's content is known it tells whether the data are the same (`check_same_data`), and the
+    settings that say where they lie may change.
 
     Args:
         metadata: the newest checkpoint's, with its `config`; None where there is no checkpoint.
         config: the configuration that is to continue the run, as plain data.
 
+    Returns:
+        A description of each setting of the data that has changed.
+
     Raises:
         ValueError: a setting that must stay has changed; the message names it with both values.
     """
     stored = update_stored_config((metadata or {}).get("config") or {})
+    has_content = _get(metadata, "data.content") is not None
+    moved = []
     for key in _FIXED if metadata else ():
         old, new = _get(stored, key), redact_tree(_get(config, key))
         if isinstance(old, dict) and isinstance(new, dict):
@@ -36,6 +44,9 @@ def check_same_run(folder: Path, metadata: Mapping[str, Any] | None, config: Map
             defaults = list_defaults(new, key)
             old, new = ({**tree, **{k: v for k, v in defaults.items() if k not in tree}} for tree in (old, new))
             keys = [k for k in {**old, **new} if f"{key}.{k}" not in _MAY_CHANGE]
+            if key == "data" and has_content and old.get("_target_") == new.get("_target_"):
+                moved = [f"data.{k} was {old.get(k)}, is {new.get(k)}" for k in keys if old.get(k) != new.get(k)]
+                continue
             differing = next((k for k in keys if old.get(k) != new.get(k)), keys[0])
             key, old, new = f"{key}.{differing}", old.get(differing), new.get(differing)
         if old != new:
@@ -43,6 +54,7 @@ def check_same_run(folder: Path, metadata: Mapping[str, Any] | None, config: Map
                 f"{folder} holds a run with {key}={old}, this one has {key}={new}: "
                 "give it another name, or the old setting"
             )
+    return moved
 
 
 def check_same_data(folder: Path, metadata: Mapping[str, Any] | None, data: Mapping[str, Any]) -> None:

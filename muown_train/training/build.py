@@ -3,6 +3,7 @@
 Everything that can be wrong is found before data are read or fetched, and before the run's folder is touched.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,7 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
     stop = StopSignal(world, None if config.time_limit is None else 60 * config.time_limit)
     folder = locate_run_folder(config.out, config.name)
     stored = read_newest_metadata(folder / "checkpoints")
-    check_same_run(folder, stored, config.to_dict())
+    moved = check_same_run(folder, stored, config.to_dict())
 
     model, initial = build_initial_model(config, world.device, is_new=stored is None)
     steps, schedule = build_schedule(config, sum(p.numel() for p in model.parameters()))
@@ -74,6 +75,8 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
     if source:
         check_same_data(source.folder, {"data": source.data}, data.metadata)
     check_same_data(folder, stored, data.metadata)
+    if moved and world.is_main:
+        print(f"  the data are those of the run, in another place: {'; '.join(moved)}", file=sys.stderr)
     if initial and data.tokenizer.raw is not None:
         initial.check_tokenizer(data.metadata)
 
