@@ -101,7 +101,7 @@ def files(
     *,
     run: RunInfo,
 ) -> TrainingData:
-    """Return the text of local files, given by globs: .txt, .jsonl (.gz, .xz, .zst) and .parquet in any mix.
+    """Return the text of local files, given by globs or folders, in any mix of what `text/documents.py` reads.
 
     Without `valid` a fixed part is held out (text/holdout.py). Without `tokenizer` a BPE of 4096 entries is trained
     on the rest.

@@ -1,8 +1,8 @@
 """Text files -> documents (str), one after the other, in bounded memory.
 
-A .txt file is one document. A .jsonl file (plain, .gz, .xz or .zst) has one JSON object per line and a .parquet file
-one row per document, with the text under a key or column. A null text is not a document. An empty text is passed on as
-a document, which encoding leaves out.
+A .txt or .md file is one document. A .jsonl or .json file has one JSON object per line and a .parquet file one row per
+document, with the text under a key or column. All but .parquet may be compressed (.gz, .xz, .zst). A null text is not a
+document. An empty text is passed on as a document, which encoding leaves out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def expand_globs(
 ) -> list[Path]:
     """Return the files that a glob or a list of globs matches, sorted; `~` and a recursive `**` work.
 
-    A file that has several paths, through links, counts once.
+    A folder stands for all files in it and below that can be read. A file that has several paths, through links, counts
+    once.
 
     Args:
         key: the setting that holds the globs, for messages.
@@ -50,11 +51,15 @@ def expand_globs(
         if not isinstance(pattern, str) or not pattern:
             raise ValueError(f"{key} must be a glob or a list of globs, but holds {pattern!r}")
         full = str(Path(pattern).expanduser())
-        matches = [full] if Path(full).is_file() else glob.glob(full, recursive=True)
-        files = [path for path in map(Path, matches) if path.is_file()]
-        if not files:
-            folder = " (a folder: name the files in it, such as *.parquet)" if Path(full).is_dir() else ""
-            raise ValueError(f"{key}: no file matches {pattern!r}{folder}")
+        if Path(full).is_dir():
+            files = [path for path in Path(full).rglob("*") if path.is_file() and _find_kind(path)]
+            if not files:
+                raise ValueError(f"{key}: the folder {pattern!r} has no file of a known kind: {', '.join(KINDS)}")
+        else:
+            matches = [full] if Path(full).is_file() else glob.glob(full, recursive=True)
+            files = [path for path in map(Path, matches) if path.is_file()]
+            if not files:
+                raise ValueError(f"{key}: no file matches {pattern!r}")
         paths.update(files)
     for path in sorted(paths):
         _find_reader(path)
@@ -102,7 +107,10 @@ def read_with_labels(paths: Sequence[Path], text: str = "text", label: str | Non
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
         except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-            raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+            reason = getattr(error, "strerror", None) or str(error)
+            if "too much memory" in reason:  # the window of zstd --long
+                reason += f"; unpack it first: zstd -d --long=31 {path}"
+            raise ValueError(f"cannot read {path}: {reason}") from error
 
 
 def group_documents(items: Iterable[T], most: int, characters: int, length: Callable[[T], int]) -> Iterator[list[T]]:
@@ -131,7 +139,8 @@ def replace_surrogates(text: str) -> str:
 
 
 def _read_txt(path: Path, text: str, label: str | None) -> Iterator[LabelledDocument]:
-    yield path.read_bytes().decode("utf-8-sig"), None
+    with _open(path) as file:
+        yield file.read().decode("utf-8-sig"), None
 
 
 def _read_jsonl(path: Path, text: str, label: str | None) -> Iterator[LabelledDocument]:
@@ -141,7 +150,7 @@ def _read_jsonl(path: Path, text: str, label: str | None) -> Iterator[LabelledDo
                 continue
             try:
                 record = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:  # a number of too many digits is a plain ValueError
                 raise ValueError(f"{path} line {number} is not JSON: {error}") from error
             if not isinstance(record, dict):
                 raise ValueError(f"{path} line {number} is a {type(record).__name__}, not a JSON object")
@@ -195,11 +204,14 @@ def check_text_column(source: str, schema: pa.Schema, column: str) -> None:
 
 
 def _open(path: Path) -> BinaryIO:
-    if path.name.endswith(".gz"):
+    ending = path.suffix.lower()
+    if ending in COMPRESSIONS and path.stat().st_size == 0:
+        raise EOFError(f"it is empty, where a {ending} file has at least a header")
+    if ending == ".gz":
         return gzip.open(path, "rb")  # type: ignore[return-value]
-    if path.name.endswith(".xz"):
+    if ending == ".xz":
         return lzma.open(path, "rb")  # type: ignore[return-value]
-    if path.name.endswith(".zst"):
+    if ending == ".zst":
         import pyarrow as pa
 
         # Among the usual readers of zstandard only this one notices a truncated file.
@@ -207,18 +219,27 @@ def _open(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-_READERS: dict[str, FileReader] = {
+KINDS: dict[str, FileReader] = {
     ".txt": _read_txt,
+    ".md": _read_txt,
     ".jsonl": _read_jsonl,
-    ".jsonl.gz": _read_jsonl,
-    ".jsonl.xz": _read_jsonl,
-    ".jsonl.zst": _read_jsonl,
+    ".json": _read_jsonl,
     ".parquet": _read_parquet,
 }
+COMPRESSIONS = (".gz", ".xz", ".zst")
+
+
+def _find_kind(path: Path) -> FileReader | None:
+    """Return the reader of a file, by the endings of its name, in capitals or not; None if there is none."""
+    endings = [ending.lower() for ending in path.suffixes]
+    if endings and endings[-1] in COMPRESSIONS and endings[-2:-1] != [".parquet"]:
+        endings.pop()
+    return KINDS.get(endings[-1]) if endings else None
 
 
 def _find_reader(path: Path) -> FileReader:
-    for ending, reader in _READERS.items():
-        if path.name.endswith(ending):
-            return reader
-    raise ValueError(f"{path} is of an unknown kind; the known endings are {', '.join(_READERS)}")
+    reader = _find_kind(path)
+    if reader is None:
+        endings = f"{', '.join(KINDS)}, also with {', '.join(COMPRESSIONS)}"
+        raise ValueError(f"{path} is of an unknown kind; the known endings are {endings}")
+    return reader

@@ -78,7 +78,11 @@ def test_lone_surrogates_become_replacement_characters(tmp_path):
         ),
         ("a.jsonl", b'{"text": 5}\n', "line 1: 'text' is a int, not text"),
         ("a.jsonl", b'\n{"text": "\xff"}\n', "line 2 is not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b", "id": ' + b"1" * 5000 + b"}\n", "line 2 is not JSON: .*4300"),
         ("a.jsonl.gz", b"not gzip", "cannot read .*a.jsonl.gz"),
+        ("a.jsonl.gz", b"", "cannot read .*a.jsonl.gz: it is empty, where a .gz file has"),
+        ("a.txt.xz", b"", "cannot read .*a.txt.xz: it is empty, where a .xz file has"),
+        ("a.json.zst", b"", "cannot read .*a.json.zst: it is empty, where a .zst file has"),
         ("a.jsonl.gz", gzip.compress(lines(TEXTS))[:-20], "cannot read .*a.jsonl.gz"),
         ("a.jsonl.gz", gzip.compress(lines(TEXTS))[:40] + b"\xff" * 40, "cannot read .*a.jsonl.gz"),
         ("a.jsonl.xz", b"not xz", "cannot read .*a.jsonl.xz"),
@@ -113,10 +117,11 @@ def test_globs_that_cannot_be_meant(tmp_path):
     (tmp_path / "a.txt").touch()
     with pytest.raises(ValueError, match=r"data.valid: no file matches .*\*.csv"):
         expand_globs([str(tmp_path / "*.txt"), str(tmp_path / "*.csv")], "data.valid")
-    with pytest.raises(ValueError, match=r"notes.pdf is of an unknown kind; .*\.txt, \.jsonl.*\.parquet"):
+    with pytest.raises(ValueError, match=r"notes.pdf is of an unknown kind; .*\.txt, .*\.parquet, also with"):
         expand_globs(str(tmp_path / "*"))
-    with pytest.raises(ValueError, match="a folder: name the files in it"):
-        expand_globs(str(tmp_path))
+    with pytest.raises(ValueError, match=r"the folder '.*empty' has no file of a known kind: .txt, .md"):
+        (tmp_path / "empty").mkdir()
+        expand_globs(str(tmp_path / "empty"))
     with pytest.raises(ValueError, match=r"data\.train must be a glob or a list of globs, but holds 5"):
         expand_globs([5])
 
@@ -251,3 +256,28 @@ def test_kinds_of_columns(tmp_path, kind):
     else:
         with pytest.raises(ValueError, match=r"a.parquet: column 'text' holds .*, not text"):
             list(read_documents([tmp_path / "a.parquet"]))
+
+
+def test_endings(tmp_path):
+    """A folder is read with all below it, whatever its files are compressed with and however they are spelt."""
+    deep = tmp_path / "texts" / "deep"
+    deep.mkdir(parents=True)
+    (deep / "a.MD").write_text("a")
+    (deep / "b.txt.gz").write_bytes(gzip.compress(b"b"))
+    (deep / "c.JSONL").write_bytes(lines(["c"]))
+    (deep / "d.json.xz").write_bytes(lzma.compress(lines(["d"])))
+    (deep / "e.json").write_bytes(lines(["e"]))
+    (deep / "f.2024.md.zst").write_bytes(zstandard.compress(b"f"))
+    (deep / "picture.png").touch(), (deep / "README").touch()
+    for glob in (str(tmp_path / "texts"), [str(deep / f"{letter}*.*") for letter in "abcdef"]):
+        assert list(read_documents(expand_globs(glob))) == list("abcdef")
+
+
+def test_a_window_that_is_too_long_for_memory(tmp_path):
+    parameters = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True)
+    path = tmp_path / "a.jsonl.zst"
+    # the size is not known in advance, so the frame names the window
+    with path.open("wb") as file, zstandard.ZstdCompressor(compression_params=parameters).stream_writer(file) as stream:
+        stream.write(lines(["a"]))
+    with pytest.raises(ValueError, match=rf"unpack it first: zstd -d --long=31 {path}"):
+        list(read_documents([path]))
