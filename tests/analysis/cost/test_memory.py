@@ -67,7 +67,7 @@ CASES = [
 ]
 
 
-# Without the slow cases, both branches of attention, of the head and of checkpointing, and every architecture, are traced.
+# The quick cases trace both branches of attention, of the head and of checkpointing, and every architecture.
 QUICK_AUTOCAST = [
     ("GPT", {}),
     ("GPT", {"L": 3, "n": 1}),
