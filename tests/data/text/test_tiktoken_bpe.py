@@ -132,7 +132,7 @@ class TestSameIds:
 
     @pytest.mark.parametrize("long", ["a", " ", "1", "\n"])
     def test_many_characters_without_a_boundary(self, name, long):
-        """White space exhausts the memory of most patterns somewhere between half a million and a million characters."""
+        """White space exhausts the memory of most patterns between half a million and a million characters."""
         assert_same_ids(ours(name), theirs(name), [long * (1_000_000 if long.isspace() else 200_000) + "b"])
 
     def test_lone_surrogates_are_replaced(self, name):
