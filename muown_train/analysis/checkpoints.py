@@ -106,5 +106,5 @@ class Results:
 
 def identify_checkpoint(saved: SavedRun) -> str:
     """Return 16 hexadecimal digits that differ between checkpoints of different content."""
-    index = json.loads((saved.checkpoint / files.INDEX).read_text())
+    index = files.read_index(saved.checkpoint)
     return hashlib.sha256(json.dumps([saved.step, index["files"]], sort_keys=True).encode()).hexdigest()[:16]

@@ -16,7 +16,10 @@ from muown_train.cli.process import is_output_closed
 
 FAILED, WRONG, GAVE_UP, INTERRUPTED = 1, 2, 3, 130
 # these are faults of the machine, not of a setting: the same command may succeed later
-_TEMPORARY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+_TEMPORARY = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE, errno.ETIMEDOUT),
+    *(errno.EACCES, errno.EMFILE, errno.ENFILE),
+)
 
 
 class CommandFailed(Exception):

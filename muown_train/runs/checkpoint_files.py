@@ -3,7 +3,7 @@
     step-00000200/
         rank-00000.safetensors  rank-00000.json    the tensors that a rank wrote, and everything else
         index.json                                 step, validation loss, metadata of the run, size and SHA-256 of each
-                                                   file
+                                                   file, and in its first line the SHA-256 of all that follows
 
 The safetensors file is written here, in pieces, and not by the library's `save_file`, for two reasons. Each piece is
 hashed while it is in the cache. And when the program ends, the thread that writes may be cut off between two pieces,
@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muown_train.runtime.atomic_files import sync_to_disk, try_read_json
+from muown_train.runtime.atomic_files import sync_to_disk
 
 FORMAT = 1  # version of the folder's layout and of index.json
 INDEX = "index.json"
+INDEX_KEYS = {"format", "step", "valid_loss", "about", "files"}
 PIECE = 4 << 20  # bytes written and hashed at a time
 DTYPES = {  # dtype -> its name in safetensors
     torch.bool: "BOOL",
@@ -127,7 +128,7 @@ def _write(path: Path, *parts: bytes | memoryview) -> dict[str, Any]:
 
 def publish(partial: Path, final: Path, index: Mapping[str, Any]) -> None:
     """Add the index to a complete folder and give it its final name; both are on the disk on return."""
-    _write(partial / INDEX, json.dumps(index, indent=1).encode())
+    _write(partial / INDEX, encode_index(index))
     sync_to_disk(partial)
     partial.rename(final)
     sync_to_disk(final.parent)
@@ -198,7 +199,11 @@ def _remove(folders: list[Path]) -> None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, newest first, whatever their state."""
-    paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
+    try:
+        names = os.listdir(folder)  # unlike glob it does not take a folder that cannot be read for an empty one
+    except FileNotFoundError:
+        return []
+    paths = [folder / name for name in names if re.fullmatch(r"step-\d{8,}", name)]
     return sorted(paths, key=parse_step, reverse=True)
 
 
@@ -207,9 +212,48 @@ def parse_step(checkpoint: Path) -> int:
     return int(checkpoint.name[5:])
 
 
+def encode_index(index: Mapping[str, Any]) -> bytes:
+    """Return the content of index.json."""
+    body = json.dumps(index, indent=1).encode()[1:]
+    return _encode_digest(body) + body
+
+
+def _encode_digest(body: bytes) -> bytes:
+    return b'{"sha256": "%s",' % hashlib.sha256(body).hexdigest().encode()
+
+
+def decode_index(content: bytes) -> dict[str, Any]:
+    """Return the index that index.json holds. (Earlier versions of the program wrote it without a digest.)
+
+    Raises:
+        ValueError: it is damaged; every bit counts.
+        OtherFormatError: another version of the program wrote it.
+    """
+    index = json.loads(content)
+    if not isinstance(index, dict):
+        raise ValueError(f"it holds a {type(index).__name__}, not an object")
+    if "sha256" in index:
+        body = content[len(_encode_digest(b"")) :]
+        if content != _encode_digest(body) + body:
+            raise ValueError("it has another SHA-256 than when it was written")
+        del index["sha256"]
+    if odd := sorted(index.keys() - INDEX_KEYS):
+        raise ValueError(f"it has an unknown entry {odd[0]!r}")
+    if index.get("format") != FORMAT:
+        raise OtherFormatError(f"it has format {index.get('format')}, this version of the program reads {FORMAT}")
+    return index
+
+
 def read_index(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's index.json; {} if it cannot be read."""
-    return try_read_json(checkpoint / INDEX)
+    """Return the content of a checkpoint's index.json; {} if there is none, or if it is damaged.
+
+    Raises:
+        OSError: it cannot be read, which is not damage.
+    """
+    try:
+        return decode_index((checkpoint / INDEX).read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        return {}
 
 
 def holds_weights_alone(index: Mapping[str, Any]) -> bool:
@@ -227,7 +271,7 @@ def read_complete_indices(folder: Path) -> Iterator[dict[str, Any]]:
         try:
             if index and not _find_wrong_file(path, index["files"]):
                 yield {**index, "step": parse_step(path)}
-        except (OSError, KeyError, TypeError, AttributeError):
+        except (FileNotFoundError, KeyError, TypeError, AttributeError):
             continue
 
 
@@ -270,15 +314,23 @@ def find_fault(checkpoint: Path) -> str | None:
 
     Raises:
         OtherFormatError: another version of the program wrote it.
+        OSError: a file cannot be read now, which is not damage: the disk, the network or the process may be at fault.
     """
     try:
-        index = json.loads((checkpoint / INDEX).read_text())
-        version = index["format"]
-        if version == FORMAT:
-            return _find_wrong_file(checkpoint, index["files"], hashes=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        index = decode_index((checkpoint / INDEX).read_bytes())
+        step = parse_step(checkpoint)
+        if index.get("step") != step:
+            return f"{INDEX} has step={index.get('step')!r}, which is not that of the folder"
+        if fault := _find_wrong_file(checkpoint, index["files"], hashes=True):
+            return fault
+        trained = json.loads((checkpoint / "rank-00000.json").read_bytes()).get("trainer/step", step)
+        return None if trained == step else f"it holds a run after step {trained!r}, which is not that of the folder"
+    except OtherFormatError as error:
+        raise OtherFormatError(f"{checkpoint / INDEX}: {error}") from None
+    except FileNotFoundError:
+        return f"{INDEX} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{INDEX} cannot be used: {error}"
-    raise OtherFormatError(f"{checkpoint} has format {version}, this version of the program reads {FORMAT}")
 
 
 def _find_wrong_file(checkpoint: Path, files: Files, hashes: bool = False) -> str | None:

@@ -155,7 +155,7 @@ def open_files(checkpoint: Path) -> OpenCheckpoint:
     rest: dict[str, Any] = {}
     path = checkpoint / files.INDEX
     try:
-        index = json.loads(path.read_text())
+        index = files.decode_index(path.read_bytes())
         for path in (checkpoint / name for name in index["files"]):
             if path.suffix == ".json":
                 rest |= json.loads(path.read_text())
@@ -169,7 +169,7 @@ def open_files(checkpoint: Path) -> OpenCheckpoint:
     if step != files.parse_step(checkpoint):
         raise ValueError(f"{checkpoint / files.INDEX} has step={step!r}, which is not that of the folder")
     alone = files.holds_weights_alone(index)
-    return OpenCheckpoint(checkpoint, step, index.get("about"), alone, tensors, rest)
+    return OpenCheckpoint(checkpoint, step, index.get("about", {}), alone, tensors, rest)
 
 
 def _open_tensors(path: Path) -> dict[str, Callable[[], Tensor]]:

@@ -33,6 +33,10 @@ class RepeatedFailure(Exception):
     """A run has failed too often at the same step."""
 
 
+class FolderInUse(ValueError):
+    """Another process trains in a run's folder."""
+
+
 def write_status(folder: Path, outcome: Outcome, step: int, steps: int) -> None:
     """Replace status.json."""
     status = {"state": outcome.state, "reason": outcome.reason, "step": step, "steps": steps, "time": time.time()}
@@ -48,14 +52,14 @@ def lock_folder(folder: Path) -> FileLock:
     """Make a run's folder and lock it for this process; the system releases the lock however the process ends.
 
     Raises:
-        ValueError: another process trains there.
+        FolderInUse: another process trains there.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise ValueError(f"{folder} is being trained by another process: wait for it, or give another name") from None
+        raise FolderInUse(f"{folder} is being trained by another process: wait for it, or give another name") from None
     return lock
 
 

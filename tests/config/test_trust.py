@@ -20,6 +20,7 @@ from muown_train.config.compose import CONFIG_DIR
 from muown_train.config.instantiate import ALLOWED, bind_target, check_targets
 from muown_train.config.overrides import check_trust
 from muown_train.config.run_name import locate_run_folder
+from tests.helpers.checkpoints import rewrite_index
 from tests.helpers.runs import trained
 
 STRANGE = [
@@ -178,10 +179,11 @@ def strange_folder(folder: Path, corpus: Path) -> Path:
     bomb = folder / "exploded"
     code = f"!!python/object/apply:os.system ['touch {bomb}']"
     (run / "config.yaml").write_text(f"trust: [os.system]\nmodel: {code}\nseed: {code}\n")
-    for path in (run / "manifest.json", run / "status.json", *run.glob("checkpoints/*/index.json")):
-        text = path.read_text() if path.exists() else "{}"
-        content = json.loads(text)
-        content["about"] = {"config": {"trust": ["os.system"], "model": {"_target_": "os.system"}}, "data": {}}
+    about = {"config": {"trust": ["os.system"], "model": {"_target_": "os.system"}}, "data": {}}
+    for path in run.glob("checkpoints/*/index.json"):
+        rewrite_index(path, lambda index: index.update(about=about))
+    for path in (run / "manifest.json", run / "status.json"):
+        content = json.loads(path.read_text() if path.exists() else "{}") | {"about": about}
         path.write_text(json.dumps(content | {"trust": ["os.system"], "_target_": "os.system", "command": code}))
     return bomb
 

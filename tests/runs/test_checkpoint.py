@@ -1,7 +1,9 @@
 """Checkpoints: complete or absent, by parameter name, for any number of ranks, never unpickled."""
 
+import errno
 import hashlib
-import json
+import io
+import os
 import pickle
 import resource
 from dataclasses import dataclass
@@ -24,7 +26,10 @@ from muown_train.runs.checkpoint import (
     flatten,
     unflatten,
 )
+from muown_train.runs.checkpoint_files import decode_index
+from muown_train.runs.checkpoint_reader import read_newest_metadata
 from muown_train.runtime.distributed import World
+from tests.helpers.checkpoints import rewrite_index
 from tests.helpers.ranks import on_ranks
 
 HERE = World(0, 1, torch.device("cpu"))
@@ -140,9 +145,7 @@ def test_an_index_cannot_point_outside(tmp_path):
     checkpoints.save(1, some_state(1), wait=True)
     (tmp_path / "secret.json").write_text("{}")
     path = tmp_path / "run" / "step-00000001" / "index.json"
-    index = json.loads(path.read_text())
-    index["files"]["../../secret.json"] = {"bytes": 2, "sha256": ""}
-    path.write_text(json.dumps(index))
+    rewrite_index(path, lambda index: index["files"].update({"../../secret.json": {"bytes": 2, "sha256": ""}}))
     for _ in range(2):  # and no run starts from nothing in a folder whose checkpoints were lost
         with pytest.raises(ValueError, match=r"no checkpoint in .* can be used"):
             checkpoints.load({})
@@ -154,7 +157,7 @@ def test_a_checkpoint_of_another_version_is_an_error_and_stays(tmp_path):
     for step in (1, 2):
         checkpoints.save(step, some_state(step), wait=True)
     path = tmp_path / "step-00000002" / "index.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
+    rewrite_index(path, lambda index: index.update(format=2))
     with pytest.raises(ValueError, match="format 2"):
         checkpoints.load({})
     assert path.exists()
@@ -170,10 +173,9 @@ def test_a_pickle_is_never_opened(tmp_path):
     folder = tmp_path / "run" / "step-00000001"
     for name in ("rank-00000.safetensors", "rank-00000.json"):
         (folder / name).write_bytes(pickle.dumps(Bomb()))
-        index = json.loads((folder / "index.json").read_text())
         data = (folder / name).read_bytes()
-        index["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        (folder / "index.json").write_text(json.dumps(index))
+        file = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
+        rewrite_index(folder / "index.json", lambda index, file=file: index["files"].update(file))
     with pytest.raises(Exception):  # noqa: B017
         checkpoints.load({})
     assert not (tmp_path / "exploded").exists()
@@ -356,3 +358,71 @@ def test_one_rank_that_cannot_write_is_an_error_on_all(ranks):
     for raised, settled, names, newest in [of_rank["failed"] for of_rank in found[:2]]:
         assert "cannot write a checkpoint to" in raised and "File too large" in raised
         assert settled and names == ["step-00000001"] and newest == 1
+
+
+def test_no_flipped_bit_of_an_index_goes_unnoticed(tmp_path):
+    metadata = {"config": {"seed": 3, "model": {"dim": 32}}}
+    Checkpoints(tmp_path, HERE, metadata=metadata).save(55, some_state(1), loss=2.5, wait=True)
+    content = (tmp_path / "step-00000055" / "index.json").read_bytes()
+    assert decode_index(content)["step"] == 55
+    unnoticed = 0
+    for place in range(len(content)):
+        for bit in range(8):
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << bit
+            try:
+                decode_index(bytes(flipped))
+                unnoticed += 1
+            except ValueError:
+                pass
+    assert len(content) > 300 and unnoticed == 0
+
+
+@pytest.mark.parametrize("way", ["the folder is renamed", "a digit of the step", "the seed", "the format"])
+def test_a_checkpoint_whose_index_was_changed_is_set_aside(tmp_path, way):
+    said: list[str] = []
+    checkpoints = Checkpoints(tmp_path, HERE, warn=said.append, metadata={"config": {"seed": 3}})
+    for step in (4, 55):
+        checkpoints.save(step, some_state(step), wait=True)
+    newest = tmp_path / "step-00000055"
+    if way == "the folder is renamed":
+        newest.rename(tmp_path / "step-99999999")
+    else:
+        old, new = {
+            "a digit of the step": (b'"step": 55', b'"step": 15'),
+            "the seed": (b'"seed": 3', b'"seed": 7'),
+            "the format": (b'"format": 1', b'"format": 3'),
+        }[way]
+        text = (newest / "index.json").read_bytes()
+        assert text.count(old) == 1
+        (newest / "index.json").write_bytes(text.replace(old, new))
+    assert read_newest_metadata(tmp_path) == {"config": {"seed": 3}}
+    assert checkpoints.load({name: Box({}) for name in some_state(4)}) == 4 and "is damaged" in said[0]
+    assert len(list(tmp_path.glob("damaged-step-*"))) == 1
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EMFILE, errno.EACCES, errno.ENFILE])
+@pytest.mark.parametrize("name", ["index.json", "rank-00000.json", "rank-00000.safetensors", "the folder"])
+def test_a_file_that_cannot_be_read_now_is_not_damage(tmp_path, monkeypatch, number, name):
+    checkpoints = Checkpoints(tmp_path, HERE)
+    for step in (1, 2):
+        checkpoints.save(step, some_state(step), wait=True)
+    before = sorted(tmp_path.rglob("*"))
+
+    def refuse(real):
+        def access(path, *args, **kwargs):
+            wanted = tmp_path if name == "the folder" else tmp_path / "step-00000002" / name
+            if not isinstance(path, int) and Path(path) == wanted:
+                raise OSError(number, os.strerror(number), str(path))
+            return real(path, *args, **kwargs)
+
+        return access
+
+    with monkeypatch.context() as patched:
+        for module, function in ((io, "open"), (os, "listdir"), (os, "scandir")):
+            patched.setattr(module, function, refuse(getattr(module, function)))
+        with pytest.raises(OSError) as caught:
+            checkpoints.load({})
+        assert caught.value.errno == number
+    assert sorted(tmp_path.rglob("*")) == before
+    assert loaded(tmp_path, some_state(2))[0] == 2

@@ -14,6 +14,7 @@ from muown_train.runs.checkpoint import Checkpoints
 from muown_train.runs.hf.export import export_run
 from muown_train.runs.saved_run import open_run, write_run
 from muown_train.runtime.distributed import World
+from tests.helpers.checkpoints import rewrite_index, take_new_step
 from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import metrics, trained
 
@@ -146,8 +147,7 @@ class Training:
         newest = files.list_checkpoints(folder)[0]
         later = newest.with_name(f"step-{files.parse_step(newest) + 1:08d}")
         shutil.copytree(newest, later)
-        index = json.loads((later / "index.json").read_text()) | {"step": files.parse_step(later)}
-        (later / "index.json").write_text(json.dumps(index))
+        take_new_step(later)
         files.prune(folder, 1, None, False).join()
 
 
@@ -201,9 +201,7 @@ def test_a_state_to_go_on_from_that_is_removed(run, tmp_path):
 def test_an_index_that_does_not_list_its_files_is_damage(run, tmp_path, change, says):
     folder = copied(run, tmp_path / "run")
     file = folder / "checkpoints" / "step-00000012" / "index.json"
-    index = json.loads(file.read_text())
-    change(index["files"])
-    file.write_text(json.dumps(index))
+    rewrite_index(file, lambda index: change(index["files"]))
     with pytest.raises(ValueError, match=f"step-00000012 is damaged: index.json .*{says}"):
         open_run(folder, step=12)
     assert [index["step"] for index in files.read_complete_indices(folder / "checkpoints")] == [8]
@@ -248,11 +246,9 @@ def test_a_rank_that_the_index_does_not_list_is_damage(run, tmp_path):
 def test_a_strangers_odd_index_is_one_sentence(run, tmp_path, change, says):
     folder = copied(run, tmp_path / "run")
     file = folder / "checkpoints" / "step-00000012" / "index.json"
-    index = json.loads(file.read_text())
-    change(index)
-    file.write_text(json.dumps(index))
+    rewrite_index(file, change)
     with pytest.raises(ValueError, match=says):
-        open_run(folder).load_model()
+        open_run(folder, step=12).load_model()
 
 
 def test_a_folder_is_written_whole_or_not_at_all(run, tmp_path, monkeypatch):
