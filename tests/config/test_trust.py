@@ -16,10 +16,13 @@ from hypothesis import strategies as st
 
 import muown_train
 import muown_train.optim
-from muown_train.config.compose import CONFIG_DIR
+from muown_train.config.compose import CONFIG_DIR, load_config
 from muown_train.config.instantiate import ALLOWED, bind_target, check_targets
 from muown_train.config.overrides import check_trust
 from muown_train.config.run_name import locate_run_folder
+from muown_train.runs.record import read_run
+from muown_train.runs.saved_run import open_run
+from muown_train.training.continuation import continue_from_checkpoint
 from tests.helpers.checkpoints import rewrite_index
 from tests.helpers.runs import trained
 
@@ -233,3 +236,20 @@ def test_the_folder_of_runs_itself_may_be_a_link(tmp_path):
     (tmp_path / "scratch").mkdir()
     (tmp_path / "runs").symlink_to(tmp_path / "scratch")
     assert locate_run_folder(str(tmp_path / "runs"), "run") == tmp_path / "runs" / "run"
+
+
+def test_text_of_a_stored_configuration_is_never_interpolated(corpus, tmp_path, monkeypatch):
+    """What a stranger's checkpoint names must not read the environment of whoever goes on with it."""
+    monkeypatch.setenv("MY_DATABASE_URL", "postgres://me:secret@host")
+    run = trained(corpus, tmp_path, "tokens=1024").folder
+    evil = "evil/${oc.env:MY_DATABASE_URL}"
+    for path in run.glob("checkpoints/*/index.json"):
+        rewrite_index(path, lambda index: index["about"]["config"].update(name=evil, cache=evil, data={"path": evil}))
+    text = (run / "config.yaml").read_text().replace("name: run", f"name: {evil}")
+    (run / "config.yaml").write_text(text)
+    saved = open_run(run)
+    assert saved.config.data["path"] == saved.config.cache == evil
+    words = [f"checkpoint={run}", "schedule=decay_from", "tokens=512", f"out={tmp_path}", "name=next"]
+    config, source = continue_from_checkpoint(load_config(words), words)
+    assert source is not None and config.data["path"] == evil
+    assert "secret" not in repr(config) and "secret" not in repr(read_run(run).config)
