@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from muown_train.optim.core import skip_step as gate
+from muown_train.optim.core import skip_step
 from muown_train.runs.status import Outcome
 from muown_train.runtime.distributed import World
 from tests.end_to_end.test_bad_numbers import ROWS, events, fitted, poisoned
@@ -20,7 +20,7 @@ STEPS = {0, 4, 5, 9}  # those whose gradients are NaN
 def outcome_of(corpus, out, overrides, rows, on_device, world=HERE, rank=0):
     """How a run ended whose flags are read by the host, or not; its weights and its state."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gate, "can_read_without_sync", lambda skip: not on_device)
+        patch.setattr(skip_step, "can_read_without_sync", lambda skip: not on_device)
         run = poisoned(built(corpus, out, *overrides, world=world), rows, rank)
         # most steps happen under a flag, if they are to
         flags, step = [], run.trainer.optimizer.step
@@ -72,7 +72,7 @@ def test_a_run_that_was_interrupted(corpus, tmp_path):
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gate, "can_read_without_sync", lambda skip: False)
+        patch.setattr(skip_step, "can_read_without_sync", lambda skip: False)
         assert fitted(stopping(poisoned(built(corpus, tmp_path), rows))) == Outcome("stopped", "SIGTERM")
     _, weights, state_again = outcome_of(corpus, tmp_path, [], rows, True)
     torch.testing.assert_close((weights, state_again), (whole, state), rtol=0, atol=0)
@@ -95,7 +95,7 @@ def test_on_two_ranks(corpus, tmp_path):
 
 
 def failing_while_gated(world, corpus, out):
-    gate.can_read_without_sync = lambda skip: False  # in a process of its own
+    skip_step.can_read_without_sync = lambda skip: False  # in a process of its own
     return failing(world, corpus, out, 1)
 
 
