@@ -16,6 +16,8 @@ from muown_train.training.tracking.async_sink import AsyncSink
 
 _MODES = ("online", "offline", "disabled")
 _OLD_MODES = {"run": "online", "dryrun": "offline"}  # further values of WANDB_MODE
+# what W&B takes, by the checks of its client (wandb/sdk/wandb_settings.py) and, for names of runs, of its server
+MAX_TAG, MAX_NAME, NOT_IN_PROJECT = 64, 128, "/\\#?%:"
 _MANIFEST_KEYS = ("parameters", "ranks", "device", "git_commit")
 
 
@@ -57,6 +59,14 @@ class WandbSink(AsyncSink):
             raise ValueError(f"tracking.tags={tags!r} must be a list, such as [{tags}]")
         if finish_timeout < 0:
             raise ValueError(f"tracking.finish_timeout={finish_timeout!r} must be at least 0")
+        for tag in tags or ():
+            _check_text("tracking.tags", tag, MAX_TAG)
+        for key, value in (("tracking.project", project), ("WANDB_PROJECT", os.environ.get("WANDB_PROJECT"))):
+            if value is not None:
+                _check_text(key, value, MAX_NAME, NOT_IN_PROJECT)
+        for key, value in (("tracking.group", group), ("WANDB_NAME", os.environ.get("WANDB_NAME"))):
+            if value is not None:
+                _check_text(key, value, MAX_NAME)
         run = _WandbRun(
             mode,
             {
@@ -80,6 +90,15 @@ class WandbSink(AsyncSink):
         super().start(folder, config, steps)
 
 
+def _check_text(key: str, value: object, longest: int, without: str = "") -> None:
+    """Raise ValueError, naming the setting, for a text that W&B would refuse only while the run is being recorded."""
+    if not isinstance(value, str) or len(value) > longest:
+        size = f"{len(value)} letters" if isinstance(value, str) else type(value).__name__
+        raise ValueError(f"{key}={value!r} must be a text of at most {longest} letters for W&B, got {size}")
+    if odd := [letter for letter in without if letter in value]:
+        raise ValueError(f"{key}={value!r} must not contain {' '.join(odd)} for W&B")
+
+
 class _WandbRun:
     """A W&B run. Every call may take long or fail.
 
@@ -100,7 +119,7 @@ class _WandbRun:
         wandb.setup(wandb.Settings(silent=True))
         options = {
             "id": get_run_id(folder),
-            "name": os.environ.get("WANDB_NAME") or folder.name,
+            "name": os.environ.get("WANDB_NAME") or folder.name[:MAX_NAME],
             "config": redact_tree(config) | {"run": _describe_run(folder, config)},
         }
         if self.mode == "online":

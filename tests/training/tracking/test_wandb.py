@@ -170,6 +170,11 @@ def test_disabled_writes_nothing(clean, tmp_path):
         ({"mode": "on"}, r"tracking.mode='on' must be one of online, offline, disabled"),
         ({"mode": False}, r"tracking.mode=False must be one of"),  # tracking.mode=false
         ({"tags": "ab"}, r"tracking.tags='ab' must be a list, such as \[ab\]"),
+        ({"tags": ["fine", "x" * 65]}, r"tracking.tags='x+' must be a text of at most 64 letters for W&B, got 65"),
+        ({"tags": [5]}, "tracking.tags=5 must be a text of at most 64 letters for W&B, got int"),
+        ({"project": "x" * 129}, "tracking.project='x+' must be a text of at most 128 letters for W&B, got 129"),
+        ({"project": "team/a b"}, "tracking.project='team/a b' must not contain / for W&B"),
+        ({"group": "x" * 129}, "tracking.group='x+' must be a text of at most 128"),
         ({"finish_timeout": -1}, r"tracking.finish_timeout=-1 must be at least 0"),
     ],
 )
@@ -240,3 +245,12 @@ def test_a_server_that_stalls_does_not_keep_the_process(clean, tmp_path):
     said = [sentence for sentence in result["said"] if address not in sentence]
     assert len(said) == 1 and "did not take everything within 4 s" in said[0] and result["seconds"] < 25
     assert steps_offline(result["folder"]) == list(range(41))  # so that `wandb sync` sends all
+
+
+@pytest.mark.parametrize(
+    "name, value", [("WANDB_PROJECT", "a/b"), ("WANDB_PROJECT", "x" * 129), ("WANDB_NAME", "x" * 129)]
+)
+def test_names_of_the_environment_that_cannot_be(clean, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{name}='.*' must"):
+        WandbSink(mode="offline")
