@@ -294,6 +294,17 @@ class Checkpoints:
         newest = self.world.run_on_main(self._find_newest)
         return open_files(newest) if newest else None
 
+    def set_aside_newest(self, step: int, reason: str) -> None:
+        """Set the newest checkpoint aside if it is of this step and not the only one; a collective call."""
+
+        def set_aside() -> None:
+            checkpoints = files.list_checkpoints(self.folder)
+            if len(checkpoints) > 1 and files.parse_step(checkpoints[0]) == step:
+                self._set_aside(checkpoints[0], f"checkpoint {checkpoints[0]} is left out ({reason})")
+
+        self.settle_or_warn()
+        self.world.run_on_main(set_aside)
+
     def _begin(self, final: Path) -> Path | None:
         """Make the folder to write to and return it, on the main rank; return None if the checkpoint exists."""
         if not self.world.is_main or (final.exists() and final not in self._damaged):
@@ -325,15 +336,17 @@ class Checkpoints:
 
     def _find_newest(self) -> Path | None:
         """Find the newest undamaged checkpoint, on the main rank; return None if there never was one."""
-        newest = files.find_newest_whole(files.list_checkpoints(self.folder), self._set_aside)
+        newest = files.find_newest_whole(
+            files.list_checkpoints(self.folder),
+            lambda one, fault: self._set_aside(one, f"checkpoint {one} is damaged ({fault})"),
+        )
         if newest is None and any(self.folder.glob("damaged-step-*")):
             raise ValueError(
                 f"no checkpoint in {self.folder} can be used: restore one, or give the run another name to start again"
             )
         return newest
 
-    def _set_aside(self, damaged: Path, fault: str) -> None:
-        sentence = f"checkpoint {damaged} is damaged ({fault})"
+    def _set_aside(self, damaged: Path, sentence: str) -> None:
         try:
             aside = files.set_aside(damaged)
         except OSError as error:

@@ -7,6 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import nn
+
+from muown_train.optim.param_groups import canonical_name
 from muown_train.runs.metrics import Line
 
 RowSpan = tuple[int, int]  # rows of the data: the first, and the one after the last
@@ -82,3 +86,11 @@ class DivergenceMonitor:
         """Forget the steps seen so far, before the run goes back to a checkpoint."""
         self.bad_rows.clear()
         self.losses.clear()
+
+
+def find_infinite_weight(model: nn.Module, step: int) -> str | None:
+    """Return a sentence if a weight holds NaN or infinity, which no checkpoint may; the same on every rank."""
+    names, weights = zip(*model.named_parameters(), strict=True)
+    finite = torch.stack([weight.detach().isfinite().all() for weight in weights]).tolist()
+    odd = [canonical_name(name) for name, is_finite in zip(names, finite, strict=True) if not is_finite]
+    return f"{odd[0]} holds NaN or infinity after step {step}" if odd else None

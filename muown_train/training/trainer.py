@@ -31,7 +31,7 @@ from muown_train.runs.status import Outcome
 from muown_train.runtime.distributed import World, wrap_in_ddp
 from muown_train.runtime.replica_check import find_divergent_ranks
 from muown_train.runtime.stop_signal import StopRequested, StopSignal
-from muown_train.training.divergence import DivergenceMonitor
+from muown_train.training.divergence import DivergenceMonitor, find_infinite_weight
 from muown_train.training.step_metrics import StepMetrics, StepRecord
 
 
@@ -72,6 +72,7 @@ class Trainer:
         self.step = self.tokens = 0
         self.step_metrics = StepMetrics(settings, world)
         self.unwritten: str | None = None  # why metrics.jsonl lacks lines
+        self.returned_to: int | None = None  # the step of the checkpoint that the last rollback went back to
 
     def fit(self) -> Outcome:
         """Train until the budget is spent, the ranks agree on a stop, or the run has diverged.
@@ -203,7 +204,11 @@ class Trainer:
         self.stop_if_data_failed()
         spans = [record.rows for record in self.step_metrics.pending]
         lines = self.collect()
+        last = bool(stop_reason) or self.step == self.settings.steps
+        saves = last or self.is_due(self.settings.save_every)
         bad, diverged = self.monitor.find_bad_steps(lines, spans), self.monitor.find_divergence(lines)
+        if saves and not self.monitor.bad_rows:
+            bad = bad or find_infinite_weight(self.model, self.step)
         if not (stop_reason or bad or diverged):
             lines[-1] |= self.measure(self.is_due(self.settings.eval_every), self.is_probe_due())
             stop_reason = self.stop.decided
@@ -216,9 +221,9 @@ class Trainer:
             return self.end_as_diverged(bad or diverged or "")
         if self.settings.check_every and self.is_due(self.settings.check_every):
             self.compare_replicas()
-        last = bool(stop_reason) or self.step == self.settings.steps
+        last = last or bool(stop_reason)
         # While steps are being skipped the state is not one to return to.
-        if last or (self.is_due(self.settings.save_every) and not self.monitor.bad_rows):
+        if last or (saves and not self.monitor.bad_rows):
             self.try_to_save(lambda: self.save(lines[-1].get("valid/loss"), last), fatal=last)
         self.try_to_save(self.checkpoints.settle)
         return Outcome("stopped", stop_reason) if stop_reason else None
@@ -299,6 +304,8 @@ class Trainer:
     def roll_back(self, reason: str) -> Outcome | None:
         """Go back to the last checkpoint and leave out the rows of the bad steps; a collective call.
 
+        If training has failed again since the last return to this checkpoint, the one before it is taken.
+
         Returns:
             The end of the run, if it cannot go back.
         """
@@ -307,7 +314,9 @@ class Trainer:
         if rollbacks == self.monitor.max_rollbacks:
             return self.end_as_diverged(f"{reason}, after {rollbacks} rollbacks")
         skipped = [*self.loader.skipped, *bad_rows]  # this includes rows that the checkpoint does not know of
-        step = self.checkpoints.load(self.list_stateful())
+        if self.returned_to is not None:
+            self.checkpoints.set_aside_newest(self.returned_to, "training from it has failed twice")
+        step = self.returned_to = self.checkpoints.load(self.list_stateful())
         if step is None:
             return self.end_as_diverged(f"{reason}, and there is no checkpoint to go back to")
         self.monitor.rollbacks = rollbacks + 1

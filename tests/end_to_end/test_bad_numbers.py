@@ -153,6 +153,44 @@ def test_what_cannot_be_mended_has_diverged(corpus, tmp_path, overrides, rows, p
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
+def spoil(run, step, times):
+    """Make a weight infinite after this step, so many times: no gradient was, so nothing was skipped."""
+    train_step, left = run.trainer.train_step, [None] * times
+
+    def spoiling():
+        record = train_step()
+        if run.trainer.step == step and left:
+            left.pop()
+            next(run.model.parameters()).data[0, 0] = math.inf
+        return record
+
+    run.trainer.train_step = spoiling
+    return run
+
+
+@pytest.mark.parametrize("step", [4, 8, 12])
+def test_infinite_weights_are_never_saved(corpus, tmp_path, undisturbed, step):
+    """The run goes back and does the steps again; at its end too."""
+    outcome = fitted(spoil(built(corpus, tmp_path), step, 1))
+    if step == 4:  # there is nothing to go back to
+        assert outcome.state == "diverged" and "embedding.weight holds NaN or infinity after step 4" in outcome.reason
+        assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+        return
+    assert outcome == Outcome("finished") and losses(tmp_path / "run") == undisturbed[0]
+    assert [event["to"] for event in events(tmp_path / "run")] == [step - 4]
+    for p in built(corpus, tmp_path).model.parameters():
+        assert p.isfinite().all()
+
+
+def test_a_rollback_that_fails_again_goes_further_back(corpus, tmp_path, undisturbed, capsys):
+    run = spoil(built(corpus, tmp_path, "save_every=2", "keep_checkpoints=5"), 8, 2)
+    assert fitted(run) == Outcome("finished") and losses(tmp_path / "run") == undisturbed[0]
+    assert [event["to"] for event in events(tmp_path / "run")] == [6, 4]
+    assert "step-00000006 is left out (training from it has failed twice): set aside" in capsys.readouterr().out
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["damaged-step-00000006", *(f"step-{step:08d}" for step in (4, 6, 8, 10, 12))]
+
+
 def test_a_loss_that_runs_away(corpus, tmp_path, undisturbed):
     """The mean over a log interval counts, after the step that is given."""
     limit = sum(undisturbed[0][3:6]) / 3 - 1e-6  # log_every=3
