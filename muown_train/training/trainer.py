@@ -160,8 +160,7 @@ class Trainer:
         """Evaluate and probe before the first step, and where a stop came before an evaluation that was due."""
         line, evaluation, probe = self.find_owed()
         if evaluation or probe:
-            measured = self.measure(evaluation, probe)
-            if measured:
+            if measured := self.measure(evaluation, probe):
                 line |= measured
                 self.world.run_on_main(lambda: self.metrics.amend(line) if self.metrics else None)
                 self.show([line])
@@ -273,16 +272,9 @@ class Trainer:
     def evaluate(self) -> Line:
         """Return the validation loss of the weights as they are; a collective call."""
         settings = self.settings
+        sizes = settings.valid_tokens, settings.seq_len, settings.micro_batch
         with self.autocast():
-            loss, count = evaluate(
-                self.model,
-                self.valid,
-                settings.valid_tokens,
-                settings.seq_len,
-                settings.micro_batch,
-                self.world,
-                self.stop.check,
-            )
+            loss, count = evaluate(self.model, self.valid, *sizes, self.world, self.stop.check)
         return {"valid/loss": loss, "valid/perplexity": compute_perplexity(loss), "valid/tokens": count}
 
     def record(self, lines: Sequence[Line]) -> None:
@@ -394,8 +386,7 @@ class Trainer:
         self.rewind_metrics(-1 if step is None else step)
         if self.step < self.settings.steps:
             return False
-        _, evaluation, _ = self.find_owed()
-        return not evaluation
+        return not self.find_owed()[1]
 
     def list_stateful(self) -> dict[str, Stateful]:
         """Return all that a checkpoint holds."""
