@@ -1,8 +1,8 @@
 """Print one combination of a grid, for an element of an array of jobs.
 
-`grid.py count optim.lr=1e-3,2e-3 seed=0,1` prints the number of combinations, and `grid.py 2 …` the overrides of number
-2, each followed by a NUL. The order is Hydra's: the last axis changes fastest. A word `@FILE` stands for the lines of a
-file, each with the overrides of one run as in a shell.
+`grid.py count optim.lr=1e-3,2e-3 seed=0,1` checks the settings of all combinations and prints their number, and
+`grid.py 2 …` prints the overrides of number 2, each followed by a NUL. The order is Hydra's: the last axis changes
+fastest. A word `@FILE` stands for the lines of a file, each with the overrides of one run as in a shell.
 """
 
 import itertools
@@ -11,8 +11,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation for this
+
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
+
+from muown_train.cli.messages import explain_error
+from muown_train.cli.sweep import judge_jobs
+from muown_train.config.compose import CONFIG_DIR
+from muown_train.config.overrides import expand_grid
+from muown_train.config.renamed_names import update_overrides
 
 
 def list_combinations(overrides: Sequence[str]) -> list[tuple[str, ...]]:
@@ -20,32 +29,25 @@ def list_combinations(overrides: Sequence[str]) -> list[tuple[str, ...]]:
 
     Raises:
         HydraException: a word is no override.
-        ValueError: several runs would have one name.
         OSError: a file of runs cannot be read.
     """
     files = [word[1:] for word in overrides if word.startswith("@")]
     listed = [[tuple(shlex.split(line)) for line in Path(file).read_text().splitlines() if line] for file in files]
-    axes: list[list[str]] = []
-    plain = [word for word in overrides if not word.startswith("@")]
-    for override in OverridesParser.create().parse_overrides(plain):
-        if override.is_sweep_override():
-            key = override.get_key_element()
-            axes.append([f"{key}={value}" for value in override.sweep_string_iterator()])
-        else:
-            axes.append([str(override.input_line)])
-    one_name = any(len(axis) == 1 and axis[0].startswith("name=") and "${" not in axis[0] for axis in axes)
-    if one_name and any(len(axis) > 1 for axis in axes):
-        raise ValueError("name= would give all runs of the grid one folder: leave it out, or say name='run-${seed}'")
-    runs = itertools.product(*listed, itertools.product(*axes))
-    return [tuple(itertools.chain(*parts)) for parts in runs]
+    words = update_overrides([word for word in overrides if not word.startswith("@")])
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        grid = expand_grid(words, GlobalHydra.instance().config_loader())
+    return [tuple(itertools.chain(*parts)) for parts in itertools.product(*listed, grid)]
 
 
 def main(number: str, *overrides: str) -> None:
     """Print what was asked for, or exit with status 2 and one sentence."""
     try:
         grid = list_combinations(overrides)
+        if number == "count":
+            judge_jobs(grid)
     except (HydraException, ValueError, OSError) as error:
-        print(f"error: {str(error).splitlines()[0]} (settings are key=value)", file=sys.stderr)
+        words = [word for word in overrides if not word.startswith("@")]
+        print(f"error: {explain_error(error, words)}; nothing is submitted", file=sys.stderr)
         sys.exit(2)
     if number == "count":
         print(len(grid))

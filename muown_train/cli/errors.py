@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from muown_train.cli.messages import explain_error
 from muown_train.cli.process import is_output_closed
+from muown_train.runs.status import RepeatedFailure
 
 FAILED, WRONG, GAVE_UP, INTERRUPTED = 1, 2, 3, 130
 # these are faults of the machine, not of a setting: the same command may succeed later
@@ -39,6 +40,8 @@ def report_errors(settings: list[str] | None = None) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         exit_with("interrupted; the same command goes on from the last checkpoint, if there is one", INTERRUPTED)
+    except RepeatedFailure as error:
+        exit_with(str(error), GAVE_UP)
     except (ValueError, OSError, HydraException, OmegaConfBaseException, CommandFailed) as error:
         if os.environ.get("MUOWN_TRACEBACK") == "1" or (isinstance(error, BrokenPipeError) and is_output_closed()):
             raise

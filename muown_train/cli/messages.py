@@ -3,6 +3,7 @@
 import errno
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser  # there is no public way to know Hydra's flags
@@ -13,6 +14,77 @@ from muown_train.config.compose import CONFIG_DIR, GROUPS, flatten, list_keys, l
 from muown_train.config.overrides import is_override
 from muown_train.runtime.redaction import redact
 from muown_train.runtime.suggest import explain_stray_word, find_nearest_key, suggest_nearest
+
+_EPOCH = "tokens=, the tokens to train on; an epoch is one pass over the data, so E epochs of N tokens are tokens=E*N"
+_STEPS = "tokens= or tokens_per_parameter=; a run has tokens / batch_tokens steps"
+_WARMUP = "schedule.warmup=, a fraction of the run from 0 to 1: steps / all steps"
+_DEVICE = "no setting: a GPU is used where there is one, and CUDA_VISIBLE_DEVICES= in front of the command hides it"
+_RANKS = "no setting: torchrun --nproc-per-node=GPUS -m muown_train … trains on several GPUs"
+_RESUME = "no setting: the same command goes on from the run's last checkpoint by itself"
+_SOURCE = "model=, one of this package's, and init_from=FOLDER for the weights of a run or of a Hugging Face folder"
+# words of other tools, without their section, and what stands for them here
+HINTS = {
+    **dict.fromkeys(("epochs", "epoch", "num_epochs", "max_epochs", "n_epochs", "num_train_epochs"), _EPOCH),
+    **dict.fromkeys(("steps", "max_steps", "num_steps", "total_steps", "train_steps", "max_train_steps"), _STEPS),
+    **dict.fromkeys(("num_iterations", "iterations", "iters", "max_iters", "train_iters"), _STEPS),
+    **dict.fromkeys(("max_tokens", "total_tokens", "train_tokens"), "tokens=, the tokens to train on"),
+    **dict.fromkeys(("device", "devices", "accelerator", "use_cuda", "cuda", "use_cpu", "no_cuda"), _DEVICE),
+    **dict.fromkeys(("gpus", "num_gpus", "n_gpu", "nproc", "nproc_per_node", "num_nodes", "world_size"), _RANKS),
+    **dict.fromkeys(("lr", "learning_rate", "base_lr", "max_lr", "peak_lr"), "optim.lr=, the largest learning rate"),
+    **dict.fromkeys(("weight_decay", "wd"), "optim.weight_decay="),
+    **dict.fromkeys(("momentum", "betas"), "optim.momentum= and optim.betas=, as far as the optimizer has them"),
+    **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2"), "optim.betas=[B1,B2]"),
+    **dict.fromkeys(("optimizer", "optimizer_name", "optim_name"), "optim=, such as optim=adamw"),
+    **dict.fromkeys(("warmup_steps", "num_warmup_steps", "warmup_iters", "warmup_ratio", "lr_warmup_steps"), _WARMUP),
+    **dict.fromkeys(
+        ("scheduler", "lr_scheduler", "lr_scheduler_type", "lr_schedule"), "schedule=, such as schedule=cosine"
+    ),
+    **dict.fromkeys(
+        ("batch_size", "global_batch_size", "train_batch_size"),
+        "batch_tokens=, tokens per step over all ranks (rows * seq_len), and micro_batch=, rows of a rank at a time",
+    ),
+    **dict.fromkeys(
+        ("micro_batch_size", "device_batch_size", "per_device_batch_size", "per_device_train_batch_size"),
+        "micro_batch=, rows of a rank at a time",
+    ),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "grad_accum_steps", "accumulate_grad_batches"),
+        "no setting: it follows from batch_tokens=, micro_batch= and the number of ranks",
+    ),
+    **dict.fromkeys(
+        (
+            "block_size",
+            "context_length",
+            "max_seq_len",
+            "max_seq_length",
+            "sequence_length",
+            "max_length",
+            "seq_length",
+        ),
+        "seq_len=, tokens of a row",
+    ),
+    **dict.fromkeys(("max_grad_norm", "clip_grad", "grad_clip_norm", "gradient_clip_val", "clip"), "grad_clip="),
+    **dict.fromkeys(
+        ("dtype", "bf16", "fp16", "mixed_precision"), "precision=bfloat16, precision=float32 or precision=auto"
+    ),
+    **dict.fromkeys(
+        ("output_dir", "out_dir", "save_dir", "log_dir", "outdir"), "out=, the folder of all runs, and name="
+    ),
+    **dict.fromkeys(("run_name", "experiment_name", "exp_name"), "name=, of the run's folder in out="),
+    **dict.fromkeys(("model_name", "model_name_or_path", "pretrained_model_name_or_path"), _SOURCE),
+    **dict.fromkeys(
+        ("dataset", "dataset_name", "train_data", "data_path"), "data=, such as data=files data.train='texts/*.txt'"
+    ),
+    **dict.fromkeys(("resume", "resume_from", "resume_from_checkpoint", "load_checkpoint"), _RESUME),
+    **dict.fromkeys(("eval_steps", "eval_interval", "val_interval"), "eval_every=, steps between two evaluations"),
+    **dict.fromkeys(("save_steps", "save_interval", "checkpoint_every"), "save_every=, steps between two checkpoints"),
+    **dict.fromkeys(("logging_steps", "log_interval", "log_steps"), "log_every=, steps between two lines"),
+    **dict.fromkeys(("num_workers", "dataloader_num_workers"), "workers=, processes per rank that read streams"),
+    **dict.fromkeys(("report_to", "wandb", "use_wandb", "logger"), "tracking=wandb or tracking=tensorboard"),
+    **dict.fromkeys(("n_layer", "n_layers", "num_layers", "num_hidden_layers"), "model.layers="),
+    **dict.fromkeys(("n_embd", "hidden_size", "d_model", "n_embed"), "model.dim="),
+    **dict.fromkeys(("n_head", "n_heads", "num_heads", "num_attention_heads"), "model.heads="),
+}
 
 
 def explain_error(error: BaseException, overrides: Sequence[str]) -> str:
@@ -50,7 +122,10 @@ def _explain_key(text: str, overrides: Sequence[str]) -> str | None:
         return f"{key}={value}: text with a comma is \"{key}='{value}'\", a list '{key}=[{value}]'"
     unknown = re.search(r"Could not override '([^']+)'", text)
     if not unknown:
-        return None
+        added = re.match(
+            r"there is no key ([\w.]+)|([\w.]+) is no setting of ", text
+        )  # +KEY=VALUE, found by our checks
+        return _hint_at_key(added[1] or added[2]) if added else None
     key, known = unknown.group(1), list_keys(overrides)
     if key not in known:
         return _explain_unknown_key(key, known)
@@ -76,6 +151,8 @@ def _explain_unknown_key(key: str, known: list[str]) -> str:
     elsewhere = _map_keys_to_options()
     if key in elsewhere:
         return f"there is no key {key} with the options chosen; {elsewhere[key]} has it"
+    if hint := _hint_at_key(key):
+        return hint
     known = [name for name in known if not name.rpartition(".")[2].startswith("_")]
     meant = find_nearest_key(key, [*known, *elsewhere])
     if meant:
@@ -84,6 +161,15 @@ def _explain_unknown_key(key: str, known: list[str]) -> str:
     return f"there is no key {key}; --help shows the most used, python -m muown_train --cfg job all"
 
 
+def _hint_at_key(key: str) -> str | None:
+    """Say what stands for a key that is a word of other tools, if it is one."""
+    hint = HINTS.get(key.rpartition(".")[2].lower())
+    if hint is None or re.search(rf"(?<![\w.]){re.escape(key)}=", hint) or key.startswith("optim.rest."):
+        return None
+    return f"there is no key {key}; here it is {hint}"
+
+
+@cache
 def _map_keys_to_options() -> dict[str, str]:
     """Return every dotted key that an option of a config group brings, with that option, such as schedule=wsd."""
     options_by_key: dict[str, str] = {}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # by which a command ends that was stopped by them
 OUTPUT_CLOSED = 128 + signal.SIGPIPE  # the status that a shell gives a program that such a pipe has ended
 
 
@@ -48,7 +49,12 @@ def run_script(main: Callable[[], int | None]) -> NoReturn:
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
-    """Run a command's `main` and end the process without tearing the interpreter down under threads of libraries.
+    """Run a command's `main` and end the process, by a signal where its status is 128 and one of ENDING_SIGNALS.
+
+    A shell ends a loop at Ctrl-C only where the command in it has ended by SIGINT. A rank of several ends with the
+    status, since torchrun shows that.
+
+    The interpreter is not torn down under threads of libraries.
 
     Python ends a daemon thread that asks for the interpreter while it shuts down, and the C++ code of a library may
     not survive that: the process aborts with status 134. A thread of gloo that held the tensors of a collective did
@@ -56,18 +62,27 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     and so did a thread that waits for W&B.
     """
     status = run_quietly(main) or 0
+    if "RANK" not in os.environ and status in [128 + number for number in ENDING_SIGNALS]:
+        end_process(status, signal.Signals(status - 128))
     if isinstance(status, int) and (int(os.environ.get("WORLD_SIZE", "1")) > 1 or threading.active_count() > 1):
         end_process(status)
     sys.exit(status)  # type: ignore[arg-type]
 
 
-def end_process(status: int) -> NoReturn:
-    """Do the first part of what Python does when it ends, and no more, as multiprocessing does for its processes."""
+def end_process(status: int, number: signal.Signals | None = None) -> NoReturn:
+    """Do the first part of what Python does when it ends, and no more, as multiprocessing does for its processes.
+
+    Args:
+        number: a signal to end by. The first process of a container does not: there the status is what counts.
+    """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # nobody reads it any more
             stream.flush()
+    if number:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
     os._exit(status)
 
 

@@ -1,8 +1,14 @@
 """`muown-train key=value …`: train a language model, or continue where this run stopped.
 
-Exit status: 0 the run is finished, has diverged (a result), or was stopped and saved; 1 it failed, and the same command
-goes on; 2 a setting is wrong; 3 the same step has failed too often; 130 interrupted at once; 141 nobody reads
-its standard output any more.
+Exit status: 0 the run is finished, has diverged (a result), or was stopped and saved by SIGUSR1 or its time limit; 1 it
+failed, and the same command goes on; 2 a setting is wrong; 3 the same step has failed too often; 141 nobody reads its
+standard output any more.
+
+A run that SIGINT (Ctrl-C), SIGTERM or SIGHUP has stopped is saved, and then its process ends by that signal, which a
+shell shows as 130, 143 or 129: so a shell ends the loop that the run is in, and whoever started it sees what happened.
+There are two exceptions. Under torchrun and slurm/train.sbatch, which set RANK, a saved stop is always status 0: they
+take the end of one rank by a signal for a failure, and torchrun would start all ranks anew. In other jobs of SLURM a
+stop by SIGTERM or SIGHUP is status 0: SLURM has sent it, at a preemption or scancel, and notes that itself.
 """
 
 import os
@@ -10,7 +16,6 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
@@ -18,18 +23,18 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from muown_train.cli.errors import GAVE_UP, CommandFailed, exit_with, report_errors
+from muown_train.cli.errors import CommandFailed, report_errors
 from muown_train.cli.help import format_help, format_version
 from muown_train.cli.messages import check_flags, explain_error
-from muown_train.cli.process import speed_up_torch_import
+from muown_train.cli.process import ENDING_SIGNALS, speed_up_torch_import
+from muown_train.cli.sweep import find_best_loss, list_words
 from muown_train.config.compose import CONFIG_DIR, check_config, load_config, register_resolvers
 from muown_train.config.overrides import quote_text
 from muown_train.config.renamed_names import update_overrides
 from muown_train.config.run_name import locate_run_folder
 from muown_train.config.schema import RunConfig
 from muown_train.runs.status import RepeatedFailure, count_start, lock_folder
-from muown_train.runtime.atomic_files import write_atomic
-from muown_train.runtime.redaction import redact, redact_tracebacks
+from muown_train.runtime.redaction import redact_tracebacks
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -56,11 +61,14 @@ def main(words: Sequence[str]) -> None:
             train(config, words)
 
 
-def train(config: RunConfig, overrides: Sequence[str]) -> None:
-    """Build the run of a configuration, train it, and say how it ended.
+def train(config: RunConfig, overrides: Sequence[str]) -> float:
+    """Build the run of a configuration, train it, and say how it ended. A stop ends the process.
 
     Args:
         overrides: the words of the command line that the configuration was made of.
+
+    Returns:
+        The lowest validation loss of the run; infinity where none is a number.
     """
     lock, refusal = begin_start(config)
     with ExitStack() as stack:
@@ -81,7 +89,7 @@ def train(config: RunConfig, overrides: Sequence[str]) -> None:
             run = build_run(config, world, source, lock)
         except Exception:
             if isinstance(refusal, RepeatedFailure):  # also where the ranks do not even meet
-                exit_with(str(refusal), GAVE_UP)
+                raise refusal from None
             raise
         try:
             ended_before = run.resume()
@@ -96,7 +104,20 @@ def train(config: RunConfig, overrides: Sequence[str]) -> None:
         finally:
             run.close()
     if outcome.state == "stopped":
-        sys.exit(0)  # --multirun begins no further job
+        sys.exit(choose_stop_status(outcome.reason))  # --multirun begins no further job
+    return find_best_loss(run.folder)
+
+
+def choose_stop_status(reason: str) -> int:
+    """Return the exit status of a run that was stopped and saved: 0, or 128 and the signal that the process ends by.
+
+    Args:
+        reason: the name of the signal, or "time limit".
+    """
+    number = next((number for number in ENDING_SIGNALS if number.name == reason), None)
+    if number is None or "RANK" in os.environ or ("SLURM_JOB_ID" in os.environ and number != signal.SIGINT):
+        return 0
+    return 128 + number
 
 
 def begin_start(config: RunConfig) -> "tuple[FileLock | None, Exception | None]":
@@ -160,18 +181,12 @@ def _run_hydra(words: Sequence[str]) -> None:
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="train")
-def _train_job(composed: DictConfig) -> None:
-    """Train a configuration that Hydra has composed, such as a job of --multirun."""
+def _train_job(composed: DictConfig) -> float:
+    """Train a configuration that Hydra has composed, and return its lowest validation loss, for Hydra's sweepers."""
+    hydra_config = HydraConfig.get()
+    overrides = list_words(hydra_config)
+    if hydra_config.mode == RunMode.MULTIRUN:  # cli/sweep.py says what failed
+        return train(check_config(composed, hydra_config.runtime.choices, overrides), overrides)
     # Hydra reports errors that leave this function in its own words, but lets an exit pass
     with redact_tracebacks(), report_errors():
-        hydra_config = HydraConfig.get()
-        overrides = list(hydra_config.overrides.task)
-        if hydra_config.mode == RunMode.MULTIRUN:
-            file = Path(hydra_config.sweep.dir) / "multirun.yaml"  # Hydra writes the command line there
-            if file.exists():
-                write_atomic(file, redact(file.read_text()).encode())
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                raise ValueError(
-                    "--multirun trains one job after the other in one process: under torchrun start each alone"
-                )
-        train(check_config(composed, hydra_config.runtime.choices, overrides), overrides)
+        return train(check_config(composed, hydra_config.runtime.choices, overrides), overrides)

@@ -3,11 +3,13 @@
 import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -99,13 +101,26 @@ def _sets_value(override: Override) -> bool:
 @cache
 def _compose_with_hydra(*words: str) -> tuple[DictConfig, Mapping[str, Any]]:
     register_resolvers()
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+    with _set_global_hydra_aside(), initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         config = compose("train", list(words), return_hydra_config=True)
     choices = dict(config.hydra.runtime.choices)
     with open_dict(config):
         del config["hydra"]
         config.pop("experiment", None)
     return config, choices
+
+
+@contextmanager
+def _set_global_hydra_aside() -> Iterator[None]:
+    """Let this program compose inside a context in which Hydra runs its jobs: Hydra is there once for a process."""
+    instance = GlobalHydra.instance()
+    active = instance.hydra
+    instance.clear()
+    try:
+        yield
+    finally:
+        if active:
+            GlobalHydra.instance().initialize(active)
 
 
 def list_keys(overrides: Sequence[str]) -> list[str]:

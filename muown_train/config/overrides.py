@@ -1,10 +1,12 @@
 """Words of a command line as overrides: `key=value` in Hydra's grammar, and what of it a run does not accept."""
 
+import itertools
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from typing import Any
 
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -47,6 +49,36 @@ def _quote_word(override: str) -> str:
         except HydraException:
             return f"{key}='{value}'"
     return override
+
+
+def expand_grid(overrides: Iterable[str], loader: ConfigLoader | None = None) -> list[tuple[str, ...]]:
+    """Return the overrides of each run of a grid, in the order of Hydra's own sweeper: the last axis changes fastest.
+
+    Of two words with one key the later one counts.
+
+    Args:
+        overrides: words in which a list with commas, `choice(…)` or `range(…)` is an axis of the grid.
+        loader: of the configuration files, which `glob(…)` of a config group needs.
+
+    Raises:
+        HydraException: a word is no override, or it is an axis without an end.
+    """
+    axes: dict[str, list[str]] = {}
+    for override in OverridesParser.create(loader).parse_overrides(quote_text(overrides)):
+        key = override.get_key_element()
+        if not override.is_sweep_override():
+            axes[key] = [str(override.input_line)]
+        elif not override.is_discrete_sweep():
+            raise HydraException(f"{override.input_line} is no list of values: give them, as in {key}=A,B,C")
+        else:
+            axes[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+    return list(itertools.product(*axes.values()))
+
+
+def find_varying_words(runs: Sequence[Sequence[str]]) -> list[str]:
+    """Return, for each run of a grid, the words that not all runs have."""
+    common = set[str]().union(*runs[:1]).intersection(*runs)
+    return [" ".join(word for word in run if word not in common) for run in runs]
 
 
 def split_settings(words: Iterable[str], own_keys: Collection[str]) -> tuple[dict[str, Any], list[str]]:

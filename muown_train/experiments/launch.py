@@ -21,10 +21,11 @@ from muown_train.runs.record import NoRun, read_run
 from muown_train.runs.status import read_status
 from muown_train.runtime.formatting import format_duration
 
-STOPPED, REFUSED = 130, 2  # exit statuses
+REFUSED = 2  # exit status
 # exit statuses of a process that was asked to stop before it was ready to save
-_ASKED = (STOPPED, 128 + signal.SIGTERM, -signal.SIGTERM)
+_ASKED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGTERM)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPPED = tuple(128 + number for number in _SIGNALS)  # exit statuses of a launcher that they have stopped
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ class Launcher:
         If the first task that ends was refused a setting, the others are not started.
 
         Returns:
-            0; 1 if a task failed; 130 if a signal (Ctrl-C, SIGTERM or SIGHUP) stopped them, after all have saved.
+            0; 1 if a task failed; 128 and the number of the signal (Ctrl-C, SIGTERM or SIGHUP) that stopped them, after
+            all have saved.
         """
         self.failed, self.first = [], None
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -172,7 +174,7 @@ class Launcher:
             if self.killed:
                 saved = "runs were killed, and go on from what they had saved"
             self.say(f"{self.stopping}: {saved}; the same command goes on")
-            return STOPPED
+            return 128 + signal.Signals[self.stopping]
         return 1 if self.failed else 0
 
     def _start(self, task: Task) -> None:

@@ -75,8 +75,12 @@ def test_a_run_leaves_everything_in_one_folder_and_says_so(corpus, tmp_path, mon
         (["data.trian=a"], ["no key data.trian", "did you mean data.train?"]),
         (["schedule=cosine", "schedule.cooldown=0.1"], ["no key schedule.cooldown", "schedule=wsd has it"]),
         (["model.layer=3"], ["did you mean model.layers?"]),
-        (["lr=1"], ["no key lr (did you mean optim.lr?)"]),
-        (["epochs=3"], ["no key epochs; --help shows"]),
+        (["lr=1"], ["no key lr; here it is optim.lr="]),
+        (["epochs=3"], ["no key epochs; here it is tokens=", "one pass over the data"]),
+        (["+max_steps=3"], ["no key max_steps; here it is tokens= or tokens_per_parameter="]),
+        (["+optim.learning_rate=3"], ["no key optim.learning_rate; here it is optim.lr="]),
+        (["optim.rest.learning_rate=3"], ["no key optim.rest.learning_rate"]),
+        (["walrus=3"], ["no key walrus; --help shows"]),
         (["OPTIM.LR=1"], ["did you mean optim.lr?"]),
         (["precision=bf16"], ["precision='bf16'", "did you mean bfloat16?"]),
         (["optim.magnitude=adm"], ["optim.magnitude must be one of 'adam', 'signum'", "got 'adm'"]),
@@ -162,7 +166,7 @@ def test_bad_input_is_one_sentence_and_leaves_no_run(corpus, tmp_path, monkeypat
 
 def test_flags_are_not_taken_for_settings(corpus, tmp_path, monkeypatch):
     _, message = call(monkeypatch, "--multirun", *small(corpus, tmp_path, "optim.lr=-1,-2"))
-    assert message.startswith("error: optim.lr must be"), message
+    assert message.startswith("error: job 1: optim.lr must be"), message
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -1,6 +1,7 @@
 """Programs whose output nobody reads to its end, as in `… | head`: they end quietly."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -88,3 +89,40 @@ def test_training_that_nobody_watches_any_more_goes_on_another_time(tmp_path):
     status, said = unread("-m", "muown_train", *words, "data=random", "sample_tokens=0", cwd=tmp_path)
     goes_on = "the same command goes on from the last checkpoint"
     assert (status, said) == (1, f"error: nobody reads what it prints any more; {goes_on}\n")
+
+
+ENDING = "import os, sys; from muown_train.cli.process import run_command; os.environ.pop('RANK', 0); {first}; "
+ENDING += "print('said'); run_command(lambda: sys.exit({status}))"
+
+
+@pytest.mark.parametrize(
+    "status, first, expected",
+    [
+        (128 + signal.SIGINT, "", -signal.SIGINT),
+        (128 + signal.SIGTERM, "", -signal.SIGTERM),
+        (128 + signal.SIGHUP, "", -signal.SIGHUP),
+        (128 + signal.SIGKILL, "", 128 + signal.SIGKILL),
+        (130, "import signal; signal.signal(2, signal.SIG_IGN)", -signal.SIGINT),
+        (130, "os.environ['RANK'] = '0'", 130),
+        (2, "", 2),
+    ],
+)
+def test_a_command_that_a_signal_has_stopped_ends_by_it(status, first, expected):
+    code = ENDING.format(first=first or "pass", status=status)
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (expected, b"said\n")
+
+
+def test_the_loop_of_a_shell_ends_with_the_command_that_ctrl_c_has_stopped():
+    """A program stands for a run that has been saved."""
+    code = ENDING.format(
+        first="import signal, time; signal.signal(2, lambda *_: None); print('up', flush=True); signal.pause()",
+        status=130,
+    )
+    loop = 'for s in 1 2 3; do "$@"; done; echo went on'
+    words = ["bash", "-c", loop, "bash", sys.executable, "-c", code]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=ROOT, start_new_session=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.stdout.read()
+    assert (process.returncode, said) == (-signal.SIGINT, b"said\n")

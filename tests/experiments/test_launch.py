@@ -117,7 +117,7 @@ pathlib.Path("saved").touch()
     ("signals", "status", "saved"),
     [
         ([signal.SIGHUP], 0, True),  # ignored where this process ignores it, as under nohup
-        ([signal.SIGTERM, signal.SIGTERM], 130, True),
+        ([signal.SIGTERM, signal.SIGTERM], 143, True),
         ([signal.SIGINT, signal.SIGINT], 130, False),
     ],
     ids=["hangup", "twice SIGTERM", "twice Ctrl-C"],
@@ -191,7 +191,7 @@ def test_a_run_that_fails_while_it_is_stopped_is_said_to(tmp_path, monkeypatch, 
 
     threading.Thread(target=send).start()
     said: list[str] = []
-    assert Launcher(tmp_path, 1, 1, 0, say=said.append).run([task]) == 130
+    assert Launcher(tmp_path, 1, 1, 0, say=said.append).run([task]) == 143
     assert ("all runs have saved" in said[-1]) == claims and ("no space left" in "".join(said)) != claims, said
 
 

@@ -229,7 +229,7 @@ def train_runs(grid: Grid, statuses: list[GridPointStatus], request: Request) ->
     logs = Path(request.out) / grid.folder / "logs"
     launcher = Launcher(logs, request.jobs or 1, ranks, torch.cuda.device_count())
     exit_status = launcher.run([make_training_task(status, ranks) for status in pending]) if pending else 0
-    if exit_status == STOPPED or not grid.measure:
+    if exit_status in STOPPED or not grid.measure:
         return exit_status
     statuses = read_progress(grid, [status.point for status in statuses], request.out, ARCHIVE)
     done = [status for status in statuses if status.state == "done"]

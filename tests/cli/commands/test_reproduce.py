@@ -365,7 +365,9 @@ def test_an_experiment_killed_in_the_middle_goes_on(corpus, tmp_path):
     wait_until(lambda: at_step(second, 30))
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
-    assert process.returncode == 130 and "SIGTERM: all runs have saved; the same command goes on" in said, said
+    assert process.returncode == -signal.SIGTERM and "SIGTERM: all runs have saved; the same command goes on" in said, (
+        said
+    )
     log = tmp_path / grid.folder / "logs" / f"{first.name}.log"
     assert "going on after step" in log.read_text()
     listed = subprocess.run(words, capture_output=True, text=True).stdout
