@@ -164,7 +164,7 @@ def _explain_unknown_key(key: str, known: list[str]) -> str:
 def _hint_at_key(key: str) -> str | None:
     """Say what stands for a key that is a word of other tools, if it is one."""
     hint = HINTS.get(key.rpartition(".")[2].lower())
-    if hint is None or re.search(rf"(?<![\w.]){re.escape(key)}=", hint) or key.startswith("optim.rest."):
+    if hint is None or re.search(rf"(?<![\w.]){re.escape(key.lower())}=", hint) or key.startswith("optim.rest."):
         return None
     return f"there is no key {key}; here it is {hint}"
 
