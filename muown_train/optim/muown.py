@@ -148,7 +148,7 @@ class Muown(MatrixOptimizer):
                 W,
                 group,
                 "initialise them otherwise, put the parameter into a group with reparameterize=False, or give them "
-                "a magnitude to start with, as in zero_rows=0.57",
+                "a magnitude to start with, as in zero_rows=0.57 (for the B of LoRA: the learning rate)",
             )
 
     def init_state(self, W: Tensor, group: Group) -> State:

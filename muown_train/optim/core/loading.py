@@ -21,19 +21,21 @@ def check_group_sizes(own: list[Group], saved: list[Group]) -> None:
 def match_by_name(own: list[Group], state_dict: StateDict) -> StateDict:
     """Return a state dict whose groups are those of the optimizer, in the optimizer's order.
 
-    Where every group has names of parameters on both sides, they decide, in canonical form (see `canonical_name`): the
-    saved groups may be in another order, or divided otherwise. Without names the order decides.
+    Where every group has names of parameters on both sides, and no name twice, they decide, in canonical form (see
+    `canonical_name`): the saved groups may be in another order, or divided otherwise. Else the order decides.
 
     Raises:
         ValueError: if a parameter has no partner, if a group takes parameters of saved groups whose options differ, or,
-            without names, if the groups differ in size.
+            where the order decides, if the groups differ in size.
     """
     saved = state_dict["param_groups"]
-    if not all("param_names" in group for group in (*own, *saved) if group["params"]):
+    names, saved_names = (list(chain.from_iterable(map(_list_names, groups))) for groups in (own, saved))
+    saved_ids = list(chain.from_iterable(group["params"] for group in saved))
+    is_named = len(names) == sum(len(group["params"]) for group in own) and len(saved_names) == len(saved_ids)
+    if not is_named or len(set(names)) < len(names) or len(set(saved_names)) < len(saved_names):
         check_group_sizes(own, saved)
         return state_dict
-    ids = {name: i for group in saved for name, i in zip(_list_names(group), group["params"], strict=True)}
-    names = list(chain.from_iterable(map(_list_names, own)))
+    ids = dict(zip(saved_names, saved_ids, strict=True))
     for holder, missing in (("the saved optimizer", set(names) - set(ids)), ("this optimizer", set(ids) - set(names))):
         if missing:
             raise ValueError(f"{holder} does not have parameter {min(missing)!r}, which the other one has")

@@ -283,6 +283,21 @@ def test_named_parameters_are_matched_by_name(kind):
         other.load_state_dict(one.state_dict())
 
 
+def test_names_that_are_not_unique_do_not_decide():
+    """Two submodules, whose groups were made apart, may use one name."""
+
+    def make(seed):
+        weights = [make_parameter(4, 6, seed=seed + i) for i in range(2)]
+        return Muown([{"params": [("weight", p)]} for p in weights], lr=0.1), weights
+
+    one, saved = make(0)
+    take_steps(one, [0])
+    two, loaded = make(5)
+    two.load_state_dict(one.state_dict())
+    for p, q in zip(saved, loaded, strict=True):
+        assert torch.equal(two.state[q]["momentum_buffer"], one.state[p]["momentum_buffer"])
+
+
 @pytest.mark.parametrize("kind", EVERY)
 def test_dtensors_are_refused_by_name_where_they_are_not_supported(kind):
     class Sharded(torch.Tensor):
