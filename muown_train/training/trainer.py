@@ -159,11 +159,10 @@ class Trainer:
     def begin(self) -> None:
         """Evaluate and probe before the first step, and where a stop came before an evaluation that was due."""
         line, evaluation, probe = self.find_owed()
-        if evaluation or probe:
-            if measured := self.measure(evaluation, probe):
-                line |= measured
-                self.world.run_on_main(lambda: self.metrics.amend(line) if self.metrics else None)
-                self.show([line])
+        if (evaluation or probe) and (measured := self.measure(evaluation, probe)):
+            line |= measured
+            self.world.run_on_main(lambda: self.metrics.amend(line) if self.metrics else None)
+            self.show([line])
         self.step_metrics.start_clock()
 
     def find_owed(self) -> tuple[Line, bool, bool]:
