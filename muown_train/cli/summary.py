@@ -56,7 +56,12 @@ def report_end(run: Run, outcome: Outcome, already: bool) -> None:
     if outcome.state == "stopped":
         for sink in run.trainer.sinks:
             sink.finish({"outcome": "stopped", "reason": outcome.reason})
-        print(f"stopped after step {run.trainer.step:,} ({outcome.reason}), saved: the same command goes on")
+        after = (
+            f"after step {run.trainer.step:,} ({outcome.reason}), saved"
+            if run.trainer.step
+            else (f"before the first step ({outcome.reason})")
+        )
+        print(f"stopped {after}: the same command goes on")
         return
     lines = run.trainer.metrics.read()
     summary = summarize(lines)

@@ -69,8 +69,8 @@ class Muown(MatrixOptimizer):
 
     Weights that something else changes (clipping, averaging, loading) keep their new directions. Rows whose norm is no
     longer |g_i|, beyond rounding, get their new norm as g_i, with its sign and its Adam state kept. A row that was set
-    to zero has no norm to take: it starts again with |g_i|. `refresh_row_norms` takes smaller changes too. A step with
-    lr 0 leaves every weight as it is.
+    to zero stays near zero and grows as Adam moves g; with a number as `zero_rows` it starts again with |g_i|.
+    `refresh_row_norms` takes smaller changes too. A step with lr 0 leaves every weight as it is.
 
     Traffic of a step besides orthogonalisation, for float32: 23 numbers, 92 bytes, per element (split_gradient 9,
     momentum and Nesterov 8, step_directions 4, the last line of Algorithm 1 2), where Muon has 44 bytes. Compiled it is
@@ -120,8 +120,8 @@ class Muown(MatrixOptimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if "magnitude" in (state := self.state.get(p, {})):
-                    g, norms = state["magnitude"], list_row_norms(p, group)
-                    g.copy_(torch.where(norms > state["magnitude_floor"], norms.copysign(g), g))
+                    g, floor = state["magnitude"], state["magnitude_floor"]
+                    g.copy_(take_norms(list_row_norms(p, group), g, floor, group["zero_rows"] == "error"))
 
     def check_group(self, group: Group) -> None:
         super().check_group(group)
@@ -168,7 +168,7 @@ class Muown(MatrixOptimizer):
         if not group["reparameterize"]:
             M.mul_(beta).add_(G)
             return (G.add(M, alpha=beta) if group["nesterov"] else M,)
-        adopt_changed_norms(W, state["magnitude"], state["magnitude_floor"])
+        adopt_changed_norms(W, state["magnitude"], state["magnitude_floor"], group["zero_rows"] == "error")
         grad_g, grad_R = split_gradient(W, G, state["magnitude"], state["row_norm"])
         M.mul_(beta).add_(grad_R)
         return grad_R.add_(M, alpha=beta) if group["nesterov"] else M, grad_g
@@ -216,15 +216,25 @@ def list_row_norms(W: Tensor, group: Group) -> Tensor:
     return torch.cat([row_norms(matrix) for matrix in split_matrices(W, group)])
 
 
-def adopt_changed_norms(W: Tensor, g: Tensor, floor: Tensor) -> None:
+def adopt_changed_norms(W: Tensor, g: Tensor, floor: Tensor, zeros_too: bool) -> None:
     """Set g (m,) of rows of W (m, n) whose norm is not |g|, beyond rounding, to that norm, with the sign of g.
 
-    Such rows were changed by something else since the last step. Rows shorter than the floor of |g| keep g.
+    Such rows were changed by something else since the last step. For `zeros_too` see `take_norms`.
     """
     norms = row_norms(W)
     rounding = max(torch.finfo(W.dtype).eps, 256 * torch.finfo(g.dtype).eps)
-    changed = ((norms - g.abs()).abs() > rounding * g.abs()) & (norms > floor)
-    g.copy_(torch.where(changed, norms.copysign(g), g))
+    changed = (norms - g.abs()).abs() > rounding * g.abs()
+    g.copy_(torch.where(changed, take_norms(norms, g, floor, zeros_too), g))
+
+
+def take_norms(norms: Tensor, g: Tensor, floor: Tensor, zeros_too: bool) -> Tensor:
+    """Return the norms of rows as magnitudes (m,), with the signs of g.
+
+    Args:
+        zeros_too: whether rows shorter than the floor of |g| take the floor; else they keep g, which is what rows of
+            zeros start with.
+    """
+    return torch.where(norms > floor, norms, floor if zeros_too else g.abs()).copysign(g)
 
 
 def get_sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -85,7 +85,7 @@ class MuownSign(MatrixOptimizer):
 
     def prepare(self, W: Tensor, G: Tensor, state: State, group: Group) -> tuple[Tensor, ...]:
         M, h = state["momentum_buffer"], state["magnitude_momentum"]
-        adopt_changed_norms(W, state["magnitude"], state["magnitude_floor"])
+        adopt_changed_norms(W, state["magnitude"], state["magnitude_floor"], zeros_too=True)
         grad_g, grad_R = split_gradient(W, G, state["magnitude"], state["row_norm"])
         is_first = (state["step"] == 1).to(M.device)
         M.copy_(torch.where(is_first, grad_R, M))

@@ -43,6 +43,7 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 # An estimate: elementwise work moves about 7 times a parameter's bytes (W, the gradient and two moments), and in the
 # time of one byte a device does some 100 FLOP of bfloat16 products, fewer on CPUs, more on GPUs.
 FLOPS_PER_BYTE = 700
+SHARE = "share"  # the key in a state dict that marks the share of one rank
 ALIGNMENT = 128  # the starts of parameters are multiples of this many bytes, for vector units and GPU caches
 
 
@@ -101,7 +102,10 @@ def shard(optimizer: OptimizerT, process_group: dist.ProcessGroup | None = None)
     if isinstance(optimizer, Combined):
         optimizer.register_step_pre_hook(sharding.before_combined_step)
         optimizer.register_step_post_hook(sharding.after_combined_step)
-    for each in {optimizer, *parts}:
+    everything: set[Optimizer] = {optimizer, *parts}
+    for each in everything:
+        each.register_state_dict_post_hook(sharding.mark_share)
+        each.register_load_state_dict_pre_hook(sharding.check_share, prepend=True)
         vars(each).update(
             _sharding=sharding,
             add_param_group=_create_refusal("a sharded optimizer takes no further parameters: add them before shard()"),
@@ -134,6 +138,7 @@ def gather_state_dict(optimizer: Optimizer, to: int = 0) -> dict[str, Any] | Non
     dist.gather_object(share, shares, group=sharding.process_group, group_dst=to)
     if shares is None:
         return None
+    del own[SHARE]
     return own | {"state": dict(sorted(chain.from_iterable(each.items() for each in shares)))}
 
 
@@ -260,25 +265,28 @@ class _Sharding:
         self.pending = []
 
     def select_own_state(self, part: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict without the state of parameters that other ranks own.
-
-        Raises:
-            ValueError: if a parameter that this rank owns has no state, while others have.
-        """
+        """Return a state dict without the state of parameters that other ranks own."""
         state_dict = match_by_name(part.param_groups, state_dict)
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        state, own = state_dict["state"], {}
-        for i, (name, p, _) in zip(ids, _iterate_named(part), strict=True):
-            if self.owners[p] != self.rank:
-                continue
-            if i in state:
-                own[i] = state[i]
-            elif state and p.requires_grad:
-                raise ValueError(
-                    f"the saved state has nothing for {name}, which rank {self.rank} owns, but for others: the state "
-                    "dict of a sharded optimizer is the share of one rank; save what gather_state_dict returns"
-                )
-        return state_dict | {"state": own}
+        own = {i for i, p in zip(ids, _iterate_parameters(part), strict=True) if self.owners[p] == self.rank}
+        return state_dict | {"state": {i: state for i, state in state_dict["state"].items() if i in own}}
+
+    def mark_share(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict that says of which rank, of how many, it is the share."""
+        return state_dict | {SHARE: [self.rank, dist.get_world_size(self.process_group)]}
+
+    def check_share(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Refuse the share of another rank, or of another number of ranks; the whole has no mark.
+
+        Raises:
+            ValueError: naming the share.
+        """
+        own = [self.rank, dist.get_world_size(self.process_group)]
+        if (share := state_dict.get(SHARE, own)) != own:
+            raise ValueError(
+                f"the saved state is the share of rank {share[0]} of {share[1]}, and this is rank {own[0]} of {own[1]}"
+                ": save what gather_state_dict returns, and load that on every rank"
+            )
 
 
 @torch.no_grad()

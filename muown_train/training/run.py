@@ -18,6 +18,8 @@ from muown_train.runtime.atomic_files import write_atomic
 from muown_train.runtime.redaction import redact
 from muown_train.training.trainer import Trainer
 
+MAX_REASON = 1000  # letters of an error that status.json keeps: a compiler's error may have megabytes
+
 
 @dataclass
 class Run:
@@ -68,7 +70,8 @@ class Run:
                 outcome = self.trainer.fit()
         except BaseException as error:
             with suppress(OSError):  # the disk may be full, and the error says so
-                self._write_status(Outcome("failed", redact(str(error)) or type(error).__name__))
+                reason = redact(str(error))[:MAX_REASON] or type(error).__name__
+                self._write_status(Outcome("failed", reason))
             raise
         self._write_status(outcome)
         return outcome

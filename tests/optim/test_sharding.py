@@ -329,7 +329,7 @@ def test_gathered_on_one_rank_it_is_the_state_dict_of_the_replica(several):
 
 def test_the_share_of_one_rank_is_not_loaded_as_the_whole(several):
     for _, _, refused in several[1][6].values():
-        assert "rank 1 owns, but for others" in refused and "gather_state_dict" in refused
+        assert "is the share of rank 0 of 2, and this is rank 1 of 2" in refused and "gather_state_dict" in refused
 
 
 def test_closures(several):

@@ -184,7 +184,7 @@ class BaseOptimizer(torch.optim.Optimizer):
 
         Parameters are matched by name where both sides have names, else by their order. State takes the dtypes and the
         device of a state created now, where torch alone would round it to the dtype of the parameter. Options that the
-        saved groups lack stay as they are, and so does the state of a parameter for which none is saved.
+        saved groups lack stay as they are. As with torch's optimizers, parameters without saved state have none then.
 
         Raises:
             ValueError: if the saved groups, their options or the state of a parameter do not fit this optimizer, which
@@ -192,7 +192,6 @@ class BaseOptimizer(torch.optim.Optimizer):
         """
         options: list[Group] = []
         loaded: dict[Tensor, State] = {}
-        own = {p: state for p, state in self.state.items() if state}
 
         def check(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             state_dict = match_by_name(self.param_groups, state_dict)
@@ -208,7 +207,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         def restore(_: torch.optim.Optimizer) -> None:
             for group, merged in zip(self.param_groups, options, strict=True):
                 group.update(merged)
-            self.state.update(own | loaded)
+            self.state.update(loaded)
 
         # `check` runs after the user's pre-hooks and `restore` before the user's post-hooks, so that users see and can
         # change what is loaded.

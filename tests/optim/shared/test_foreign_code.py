@@ -153,7 +153,7 @@ def test_undisturbed_magnitudes_are_never_taken_from_the_rows(monkeypatch):
     from muown_train.optim import muown
 
     runs = []
-    for adopt in (muown.adopt_changed_norms, lambda W, g, floor: None):
+    for adopt in (muown.adopt_changed_norms, lambda W, g, floor, zeros_too: None):
         monkeypatch.setattr(muown, "adopt_changed_norms", adopt)
         p = make_parameter(24, 300)
         optimizer = Muown([p], lr=0.02, weight_decay=0.1)
@@ -177,14 +177,38 @@ def test_refresh_row_norms(m, n, factor, negative):
     assert (g < 0).all() == negative
 
 
-def test_a_row_that_is_set_to_zero_starts_again():
+@pytest.mark.parametrize("zero_rows", ["error", 0.5])
+@pytest.mark.parametrize("factor", [0.0, 1e-14])
+def test_a_row_that_is_set_to_zero(zero_rows, factor):
+    """It is never an error, and by default the row does not jump back to its old length."""
     p = make_parameter(4, 6)
-    optimizer = Muown([p], lr=0.01)
+    optimizer = Muown([p], lr=0.01, zero_rows=zero_rows)
     take_steps(optimizer, [0])
     length = float(p.detach()[1].norm())
-    p.data[1] = 0
-    take_steps(optimizer, [1])
-    assert float(p.detach()[1].norm()) == pytest.approx(length, rel=0.05) and p.isfinite().all()
+    p.data[1] *= factor
+    lengths = []
+    for seed in range(1, 40):
+        take_steps(optimizer, [seed])
+        lengths.append(float(p.detach()[1].norm()))
+    if zero_rows == "error":
+        assert all(abs(b - a) < 0.03 for a, b in zip([0.0, *lengths], lengths, strict=False)) and max(lengths) > 0.005
+    else:
+        assert lengths[0] == pytest.approx(length, rel=0.05)
+    assert p.isfinite().all()
+
+
+@each
+def test_loading_state_from_before_the_first_step_removes_the_state(kind):
+    """As an LR finder does, which saves, tries and goes back."""
+    p, q = make_parameter(8, 6), make_parameter(8, 6)
+    tried, fresh = kind([p], lr=0.01), kind([q], lr=0.01)
+    weights, saved = p.detach().clone(), tried.state_dict()
+    take_steps(tried, range(3))
+    p.data.copy_(weights)
+    tried.load_state_dict(saved)
+    assert not tried.state
+    take_steps(tried, [7, 8]), take_steps(fresh, [7, 8])
+    assert torch.equal(p, q)
 
 
 # --- autocast and dtypes
