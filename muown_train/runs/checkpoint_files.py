@@ -203,6 +203,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
         names = os.listdir(folder)  # unlike glob it does not take a folder that cannot be read for an empty one
     except FileNotFoundError:
         return []
+    except NotADirectoryError:
+        raise ValueError(f"{folder} must be the folder of the checkpoints, and is a file: move it away") from None
     paths = [folder / name for name in names if re.fullmatch(r"step-\d{8,}", name)]
     return sorted(paths, key=parse_step, reverse=True)
 

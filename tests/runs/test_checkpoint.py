@@ -426,3 +426,11 @@ def test_a_file_that_cannot_be_read_now_is_not_damage(tmp_path, monkeypatch, num
         assert caught.value.errno == number
     assert sorted(tmp_path.rglob("*")) == before
     assert loaded(tmp_path, some_state(2))[0] == 2
+
+
+def test_a_file_where_the_folder_should_be_is_found_before_anything_is_saved(tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(ValueError, match="must be the folder of the checkpoints, and is a file"):
+        Checkpoints(tmp_path / "checkpoints", HERE).load({})
+    with pytest.raises(ValueError, match="and is a file"):
+        read_newest_metadata(tmp_path / "checkpoints")

@@ -1,6 +1,7 @@
 """slurm/train.sbatch and slurm/sweep.sbatch on a real cluster of two nodes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,10 +117,11 @@ def test_a_wrong_setting_is_not_requeued(train):
     assert (facts["Restarts"], facts["ExitCode"]) == ("0", "2:0") and "fast" in job.log.read_text()
 
 
-def test_a_run_that_fails_at_the_same_update_gives_up(train, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").write_text("not a folder")
-    job = train("give_up_after=2")
+def test_a_run_that_fails_at_the_same_update_gives_up(cluster, corpus, tmp_path):
+    # no file may be as large as a checkpoint
+    small_files = replace(cluster, environment=cluster.environment | {"PYTHON": "prlimit --fsize=400000 python"})
+    words = (*places(corpus, tmp_path), *LONG, "give_up_after=2", "on_save_error=stop", "save_every=5")
+    job = small_files.sbatch(tmp_path / "log", "--nodes=2", "slurm/train.sbatch", *words)
     job.wait_requeued(restarts=1)
     job.wait_requeued(restarts=2)
     facts = job.wait("FAILED")
