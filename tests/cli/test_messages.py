@@ -19,7 +19,7 @@ def test_a_word_of_another_tool_is_answered_with_what_stands_for_it(word):
         assert explain_error(ValueError(f"there is no key {key} (did you mean …?)"), [f"+{key}=1"]) == expected
 
 
-@pytest.mark.parametrize("hint", set(HINTS.values()))
+@pytest.mark.parametrize("hint", sorted(set(HINTS.values())))
 def test_the_keys_that_hints_name_exist(hint):
     named = set(re.findall(r"(?<![a-z-])([a-z_]+(?:\.[a-z_]+)?)=", hint))
     assert named or "no setting" in hint
