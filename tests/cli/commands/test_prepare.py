@@ -76,7 +76,7 @@ def test_interrupted_at_any_moment(tmp_path, seconds):
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     error = process.communicate(timeout=60)[1]
-    assert process.returncode == -signal.SIGINT
+    assert process.returncode in (-signal.SIGINT, 130)  # 130 while the command line itself is being imported
     assert error.splitlines() in ([INTERRUPTED], [])  # on a busy machine Python has not yet begun after 0.2 s
 
 
