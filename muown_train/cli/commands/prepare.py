@@ -49,7 +49,12 @@ def main(words: Sequence[str]) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """End the process at once: an exception would be lost, or shown as a traceback, while a library is imported."""
+    """End the process at once, by the signal as `run_command` does, so that a shell's loop ends with it.
+
+    An exception would be lost, or shown as a traceback, while a library is imported.
+    """
     restored = "\r\x1b[2K\x1b[?25h" if sys.stderr.isatty() else ""  # removes the progress line, shows the cursor again
     os.write(2, f"{restored}interrupted; the same command goes on after the last complete shard\n".encode())
-    os._exit(130)  # files on the disk are as good as after any other end
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)  # files on the disk are as good as after any other end
+    os._exit(128 + number)  # the first process of a container outlives the signal
