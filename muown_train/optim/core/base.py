@@ -118,7 +118,7 @@ class BaseOptimizer(torch.optim.Optimizer):
                 return loss
             skip = None
         with _suspend_autocast(params):
-            self._place_state(params)
+            self._place_state()
             self.step_groups(params, skip)
         return loss
 
@@ -136,15 +136,16 @@ class BaseOptimizer(torch.optim.Optimizer):
         return [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # torch.compiler.disable would import the compiler at once
-    def _place_state(self, params: list[list[Tensor]]) -> None:
-        """Create the state that is missing, and bring the rest to the device, dtype and strides of its parameter."""
+    def _place_state(self) -> None:
+        """Create the state that parameters with a gradient lack, and bring the rest to where and as it should be."""
         new: dict[Tensor, State] = {}
-        for group, group_params in zip(self.param_groups, params, strict=True):
-            for p in group_params:
+        for j, group in enumerate(self.param_groups):
+            for i, p in enumerate(group["params"]):
+                if p.grad is None:
+                    continue
                 state = self.state.get(p)
                 if not state:
-                    name = _find_name(self.param_groups, p)
-                    self.check_parameter(name, p.detach(), group)
+                    self.check_parameter(describe_parameter(group, i, j), p.detach(), group)
                     new[p] = self.create_state(p.detach(), group)
                 elif not self._is_in_place(p, state[self.momentum_key]):
                     new[p] = _copy_state(state, self.create_state(p.detach().to("meta"), group), p.device)
@@ -277,15 +278,6 @@ def _suspend_autocast(params: list[list[Tensor]]) -> AbstractContextManager[Any]
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             return torch.autocast(kind, enabled=False)
     return nullcontext()
-
-
-def _find_name(groups: list[Group], wanted: Tensor) -> str:
-    """Return the words for a parameter in messages."""
-    for j, group in enumerate(groups):
-        for i, p in enumerate(group["params"]):
-            if p is wanted:
-                return describe_parameter(group, i, j)
-    raise AssertionError("the parameter is in no group")
 
 
 def _to_python_number(key: str, value: Any) -> Any:
