@@ -202,10 +202,8 @@ class Trainer:
         self.stop_if_data_failed()
         spans = [record.rows for record in self.step_metrics.pending]
         lines = self.collect()
-        last = bool(stop_reason) or self.step == self.settings.steps
-        saves = last or self.is_due(self.settings.save_every)
         bad, diverged = self.monitor.find_bad_steps(lines, spans), self.monitor.find_divergence(lines)
-        if saves and not self.monitor.bad_rows:
+        if not self.monitor.bad_rows:  # a stop may make any boundary one that saves
             bad = bad or find_infinite_weight(self.model, self.step)
         if not (stop_reason or bad or diverged):
             lines[-1] |= self.measure(self.is_due(self.settings.eval_every), self.is_probe_due())
@@ -219,9 +217,9 @@ class Trainer:
             return self.end_as_diverged(bad or diverged or "")
         if self.settings.check_every and self.is_due(self.settings.check_every):
             self.compare_replicas()
-        last = last or bool(stop_reason)
+        last = bool(stop_reason) or self.step == self.settings.steps
         # While steps are being skipped the state is not one to return to.
-        if last or (saves and not self.monitor.bad_rows):
+        if last or (self.is_due(self.settings.save_every) and not self.monitor.bad_rows):
             self.try_to_save(lambda: self.save(lines[-1].get("valid/loss"), last), fatal=last)
         self.try_to_save(self.checkpoints.settle)
         return Outcome("stopped", stop_reason) if stop_reason else None
