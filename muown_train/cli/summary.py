@@ -56,12 +56,9 @@ def report_end(run: Run, outcome: Outcome, already: bool) -> None:
     if outcome.state == "stopped":
         for sink in run.trainer.sinks:
             sink.finish({"outcome": "stopped", "reason": outcome.reason})
-        after = (
-            f"after step {run.trainer.step:,} ({outcome.reason}), saved"
-            if run.trainer.step
-            else (f"before the first step ({outcome.reason})")
-        )
-        print(f"stopped {after}: the same command goes on")
+        step = run.trainer.step
+        when, saved = (f"after step {step:,}", ", saved") if step else ("before the first step", "")
+        print(f"stopped {when} ({outcome.reason}){saved}: the same command goes on")
         return
     lines = run.trainer.metrics.read()
     summary = summarize(lines)
