@@ -158,7 +158,7 @@ def signalled(arguments, number, folder, flags=()):
 @pytest.mark.parametrize(
     "number", slow_but([signal.SIGTERM], [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 )
-def test_signals(corpus, tmp_path, number):
+def test_signals(corpus, tmp_path, uninterrupted, number):  # which has filled the cache: nothing is said of that
     arguments = small(corpus, tmp_path / "runs", "name=run", "eval_every=1000", "save_every=1000")
     status, out, said = signalled(arguments, number, tmp_path)
     assert status == (0 if number == signal.SIGUSR1 else -number), said
