@@ -2,11 +2,17 @@
 
 import os
 import random
+import signal
 from pathlib import Path
 
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, and so do processes that they start
+
+# What is started in the background of a script, as CI may be, ignores Ctrl-C, and what is started by nohup a hang-up.
+# Processes that tests start would inherit that, and those that wait for such a signal would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
