@@ -91,7 +91,7 @@ def test_training_that_nobody_watches_any_more_goes_on_another_time(tmp_path):
     assert (status, said) == (1, f"error: nobody reads what it prints any more; {goes_on}\n")
 
 
-ENDING = "import os, sys; from muown_train.cli.process import run_command; os.environ.pop('RANK', 0); {first}; "
+ENDING = "import os, sys; from muown_train.cli.process import run_command; os.environ.pop('RANK', 0); {first}\n"
 ENDING += "print('said'); run_command(lambda: sys.exit({status}))"
 
 
@@ -116,7 +116,8 @@ def test_a_command_that_a_signal_has_stopped_ends_by_it(status, first, expected)
 def test_the_loop_of_a_shell_ends_with_the_command_that_ctrl_c_has_stopped():
     """A program stands for a run that has been saved."""
     code = ENDING.format(
-        first="import signal, time; signal.signal(2, lambda *_: None); print('up', flush=True); signal.pause()",
+        first="import signal, time; heard = []; signal.signal(2, lambda *_: heard.append(1)); print('up', flush=True)\n"
+        "while not heard: time.sleep(0.01)",
         status=130,
     )
     loop = 'for s in 1 2 3; do "$@"; done; echo went on'
