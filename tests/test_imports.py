@@ -67,6 +67,7 @@ def test_without_training_nothing_heavy_is_loaded(arguments, says):
     assert not loaded & set(NEVER_WITHOUT_TRAINING)
 
 
+@pytest.mark.slow
 def test_training_loads_only_what_it_uses(corpus, tmp_path):
     places = (f"data.train={corpus}/*.txt", f"out={tmp_path}", f"cache={corpus}/cache")
     said, loaded = after(TO_THE_LAST_UPDATE, *SMALL, *places, "name=run", "tokens=512")

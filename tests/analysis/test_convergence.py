@@ -19,6 +19,7 @@ from muown_train.optim.core.weight_norm import row_norms, split_gradient
 
 
 @pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.slow
 def test_without_noise(seed):
     """The bound holds, a quarter of it (1 in place of the theorem's 4) does not, and longer runs get closer."""
     comparisons = {T: compare_with_theorem(make_problem(seed=seed), T) for T in (3, 10, 100, 400)}

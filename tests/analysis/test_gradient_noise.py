@@ -117,6 +117,7 @@ class Cut(Exception):
 
 
 @pytest.mark.parametrize("after", [1, 2, 3, 4, 5, 6])
+@pytest.mark.slow
 def test_cut_off_and_gone_on_with_it_is_the_same_bit_for_bit(runs, found, tmp_path, after):
     """Cut after a save, of which there are three in each pass."""
     saves = 0

@@ -13,7 +13,7 @@ from muown_train.config.compose import compose_config
 from muown_train.config.run_name import default_run_name
 from muown_train.optim.core.weight_norm import weight_to_direction
 from tests.helpers.ranks import on_ranks
-from tests.helpers.runs import built, losses, metrics, trained
+from tests.helpers.runs import built, losses, metrics, slow_but, trained
 
 ALL = "probes=[spectral,effective_rank,attention_logits]"
 SOME = (ALL, "probe_every=4", "probes.effective_rank.gradients=2", "probes.attention_logits.rows=4")
@@ -36,7 +36,7 @@ def probed(folder):
     return {line["step"]: line for line in metrics(folder) if "probe/seconds" in line}
 
 
-@pytest.mark.parametrize("optim", ["muown", "muon", "soap"])
+@pytest.mark.parametrize("optim", slow_but(["muown"], ["muown", "muon", "soap"]))
 def test_training_is_bit_equal_with_and_without(corpus, tmp_path, optim):
     plain = trained(corpus, tmp_path / "plain", f"optim={optim}")
     watched = trained(corpus, tmp_path / "watched", f"optim={optim}", *SOME)
@@ -111,6 +111,7 @@ def test_the_effective_rank_is_of_the_gradient_of_R_for_muown(corpus, tmp_path):
     assert rank_W != rank_R
 
 
+@pytest.mark.slow
 def test_switched_on_and_off_on_resume(corpus, tmp_path):
     through = trained(corpus, tmp_path / "through", *SOME)
     trained(corpus, tmp_path / "parts", "tokens=1024", "schedule=constant")
@@ -124,6 +125,7 @@ def test_switched_on_and_off_on_resume(corpus, tmp_path):
     assert list(probed(through.folder)) == [0, 4, 8, 12]
 
 
+@pytest.mark.slow
 def test_killed_between_probes_it_ends_with_the_same_numbers(corpus, tmp_path):
     whole = trained(corpus, tmp_path / "whole", *SOME)
     cut = built(corpus, tmp_path / "cut", *SOME)

@@ -164,6 +164,7 @@ def test_bad_input_is_one_sentence_and_leaves_no_run(corpus, tmp_path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_flags_are_not_taken_for_settings(corpus, tmp_path, monkeypatch):
     _, message = call(monkeypatch, "--multirun", *small(corpus, tmp_path, "optim.lr=-1,-2"))
     assert message.startswith("error: job 1: optim.lr must be"), message

@@ -56,6 +56,7 @@ def test_a_job_that_fails_does_not_end_the_sweep(corpus, tmp_path, monkeypatch, 
     assert call(monkeypatch, *table[6].split()[3:])[0] in (None, 0)
 
 
+@pytest.mark.slow
 def test_a_failure_in_training_ends_one_job_with_a_traceback_without_secrets(corpus, tmp_path, monkeypatch, capsys):
     step = Trainer.train_step
 
@@ -75,6 +76,7 @@ def test_a_failure_in_training_ends_one_job_with_a_traceback_without_secrets(cor
     assert read_status(tmp_path / "s0")["state"] == "failed" and read_status(tmp_path / "s1")["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_runs_that_another_process_trains_are_left_to_it(corpus, tmp_path, monkeypatch, capsys):
     lock = lock_folder(tmp_path / "s0")
     try:
@@ -107,6 +109,7 @@ def test_all_jobs_are_judged_before_the_first_one_starts(corpus, tmp_path, monke
     assert "Traceback" not in capfd.readouterr().err and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_jobs_are_judged_by_the_files_that_they_are_made_of(corpus, tmp_path, monkeypatch):
     """A folder of --config-dir may replace an option."""
     (tmp_path / "configs" / "schedule").mkdir(parents=True)
@@ -185,6 +188,7 @@ def run_with_plugin(folder, *words):
     sys.exit(run_quietly(lambda: main(words)))  # type: ignore[func-returns-value]
 
 
+@pytest.mark.slow
 def test_another_sweeper_gets_the_lowest_validation_loss_of_each_job(corpus, tmp_path):
     (tmp_path / "hydra_plugins").mkdir()
     (tmp_path / "hydra_plugins" / "minimal.py").write_text(textwrap.dedent(MINIMAL_SWEEPER))

@@ -187,6 +187,7 @@ print(data.metadata["content"], data.tokenizer.fingerprint, data.train.take(rang
 """
 
 
+@pytest.mark.slow
 def test_processes_that_start_at_once_prepare_once(tmp_path):
     (tmp_path / "a.txt").write_text("".join(f"{k} words and {k * k} numbers; " for k in range(20_000)))
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "a.txt"), str(tmp_path / "cache")]

@@ -21,6 +21,7 @@ from muown_train.data.loader import Loader
 from muown_train.data.rows import TokenRows
 from muown_train.data.text.tokenizer import HubTokenizer
 from muown_train.data.workers import AHEAD, BLOCK, NOT_FOR_WORKERS, Workers, add_workers, iterate_blocks, make_sendable
+from tests.helpers.runs import slow_but
 from tests.helpers.sources import Logged, Odd, stream_rows
 from tests.helpers.text_files import union, word_tokenizer_json
 
@@ -45,7 +46,7 @@ def run(legs):
     return torch.cat(rows), states
 
 
-@pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 1), (3, 1), (1, 3)])
+@pytest.mark.parametrize(("count", "size"), slow_but([(2, 1)], [(1, 1), (2, 1), (3, 1), (1, 3)], several=True))
 def test_workers_change_neither_rows_nor_states(count, size):
     rows, states = run([(count, size, 12)])
     expected_rows, expected_states = run([(0, size, 12)])
@@ -53,6 +54,7 @@ def test_workers_change_neither_rows_nor_states(count, size):
     assert torch.equal(rows, run([(0, 1, 12)])[0])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_any_number_of_workers_and_ranks():
     rows, states = run([(2, 1, 3), (0, 3, 2), (1, 2, 4), (3, 1, 3)])
     expected, alone = run([(0, 1, 12)])
@@ -202,6 +204,7 @@ def wait_for_end(pids):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_main_process():
     main = started()
     pids = main.stdout.readline().split()

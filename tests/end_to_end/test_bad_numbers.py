@@ -228,6 +228,7 @@ def test_weights_that_have_parted_are_found(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("policy, writable_at", [("stop", None), ("stop", 6), ("continue", 6), ("continue", None)])
+@pytest.mark.slow
 def test_metrics_that_cannot_be_written(corpus, tmp_path, monkeypatch, undisturbed, policy, writable_at):
     """No checkpoint goes beyond the record; nothing is missing from it once there is room again."""
     run = built(corpus, tmp_path, f"on_save_error={policy}")

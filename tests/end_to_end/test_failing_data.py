@@ -4,7 +4,7 @@ import pytest
 
 from muown_train.runtime.distributed import World
 from tests.helpers.ranks import on_ranks
-from tests.helpers.runs import HERE, built, losses, metrics, trained
+from tests.helpers.runs import HERE, built, losses, metrics, slow_but, trained
 
 MESSAGE = "file 3 failed; stopped after step 7, which is saved: the same command goes on"
 
@@ -48,7 +48,7 @@ def test_what_was_trained_is_saved(corpus, tmp_path):
     assert hashes[0] == hashes[1]
 
 
-@pytest.mark.parametrize("log_every", [7, 10])
+@pytest.mark.parametrize("log_every", slow_but([7], [7, 10]))
 def test_steps_after_the_failure_are_taken_back(corpus, tmp_path, log_every):
     """As on several ranks, where the others do not know of it at once."""
     intervals = [f"{key}={log_every}" for key in ("eval_every", "save_every", "log_every")]

@@ -43,7 +43,7 @@ def stopped(run, after):
     return outcome
 
 
-@pytest.mark.parametrize("after", slow_but([1, 5, 8, 12], range(1, 13)))
+@pytest.mark.parametrize("after", slow_but([5, 12], range(1, 13)))
 def test_nothing_is_lost_or_done_twice(corpus, tmp_path, uninterrupted, after):
     run = built(corpus, tmp_path)
     expected = Outcome("stopped", "SIGUSR1")  # after the last step the evaluation is still owed
@@ -104,7 +104,9 @@ def stop_in_a_measurement(run, step, call):
     return outcome, len(calls)
 
 
-@pytest.mark.parametrize("step, call", [(0, 0), (0, 3), (5, 1), (10, 0), (12, 0), (12, 3)])
+@pytest.mark.parametrize(
+    "step, call", slow_but([(5, 1), (12, 0)], [(0, 0), (0, 3), (5, 1), (10, 0), (12, 0), (12, 3)], several=True)
+)
 def test_a_stop_ends_an_evaluation_and_the_resume_owes_it(corpus, tmp_path, uninterrupted, step, call):
     run = built(corpus, tmp_path)
     outcome, calls = stop_in_a_measurement(run, step, call)
@@ -120,7 +122,7 @@ def test_a_stop_ends_an_evaluation_and_the_resume_owes_it(corpus, tmp_path, unin
     assert built(corpus, tmp_path).resume() == Outcome("finished")
 
 
-@pytest.mark.parametrize("probe", ["spectral", "effective_rank"])
+@pytest.mark.parametrize("probe", slow_but(["spectral"], ["spectral", "effective_rank"]))
 def test_a_stop_ends_a_probe_and_the_resume_owes_it(corpus, tmp_path, probe):
     run = built(corpus, tmp_path, f"probes={probe}", "probe_every=6", "eval_every=12")
     outcome, calls = stop_in_a_measurement(run, 6, 1)
@@ -263,7 +265,7 @@ def failing_early(kind, monkeypatch):
         monkeypatch.setitem(sys.modules, "muown_train.training.build", None)  # its import fails
 
 
-@pytest.mark.parametrize("kind", ["the port", "memory", "the data", "an import"])
+@pytest.mark.parametrize("kind", slow_but(["the port"], ["the port", "memory", "the data", "an import"]))
 def test_failures_before_the_first_step_count(corpus, tmp_path, monkeypatch, kind):
     words = [*small(corpus, tmp_path, "name=run"), "give_up_after=3"]
     with monkeypatch.context() as patch:
@@ -276,6 +278,7 @@ def test_failures_before_the_first_step_count(corpus, tmp_path, monkeypatch, kin
     assert read_status(tmp_path / "run")["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_start_that_the_lock_refuses_does_not_count(corpus, tmp_path):
     words = [*small(corpus, tmp_path, "name=run"), "give_up_after=3"]
     lock = lock_folder(tmp_path / "run")

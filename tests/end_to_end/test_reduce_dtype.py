@@ -35,6 +35,7 @@ def equal(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.slow
 def test_gradients_are_close_to_those_of_float32_and_the_same_on_all_ranks():
     (expected, found), (expected_too, found_too) = on_ranks(2, both)
     assert equal(expected, expected_too) and equal(found, found_too)

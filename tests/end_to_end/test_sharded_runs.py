@@ -44,6 +44,7 @@ def runs(corpus, tmp_path_factory):
     return out, on_ranks(2, two_ranks, corpus, out)
 
 
+@pytest.mark.slow
 def test_sharded_training_is_replicated_training(runs):
     out, (first, second) = runs
     for i, optim in enumerate(OPTIMS):

@@ -29,7 +29,7 @@ from muown_train.runs.record import group_runs, read_archived_runs, read_run
 from tests.helpers.experiments import fill
 from tests.helpers.folders import line, write
 from tests.helpers.paths import ROOT
-from tests.helpers.runs import trained
+from tests.helpers.runs import slow_but, trained
 
 KEPT = ROOT / "docs" / "results" / "runs"
 WORDS = ("experiment=500m_magnitude", "scale=tiny", "points=1")
@@ -285,6 +285,7 @@ def test_a_run_that_measures_itself_is_no_copy_where_nobody_asks(reproduce, arch
     assert "  there already\n" in reproduce("experiment=corpus_magnitude", *words)
 
 
+@pytest.mark.slow
 def test_every_run_of_the_repository_can_be_read():
     """Its archives are small, no file is that of a single run, and stored names of classes and functions still work."""
     files = list(KEPT.iterdir())
@@ -297,7 +298,9 @@ def test_every_run_of_the_repository_can_be_read():
     assert "muown_train.training.schedule.wsd" in targets and all(callable(get_object(target)) for target in targets)
 
 
-@pytest.mark.parametrize(("name", "count"), DONE.items())
+@pytest.mark.parametrize(
+    ("name", "count"), slow_but([("corpus_width", DONE["corpus_width"])], DONE.items(), several=True)
+)
 def test_the_experiments_count_the_runs_of_the_repository(name, count, tmp_path):
     """Each counts as many runs as before these were archived in this form and modules moved; several share runs."""
     grid = load_grid(name)

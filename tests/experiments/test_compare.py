@@ -295,6 +295,7 @@ def test_what_cannot_be_is_one_sentence(runs, tmp_path, monkeypatch, capsys, wor
     assert not said.out
 
 
+@pytest.mark.slow
 def test_what_is_no_run_is_passed_over(runs, tmp_path, monkeypatch, capsys):
     (runs / "notes.txt").write_text("")
     assert called(monkeypatch, tmp_path, "runs/*", "--out", "here") is None

@@ -77,7 +77,7 @@ def rates():
     return [get_defining_settings(point.config) for point in load_grid("corpus_learning_rate").expand()]
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", slow_but(["corpus_width"], OURS))
 def test_runs_of_our_own_are_for_a_cpu_and_shared(name, rates):
     grid = load_grid(name)
     points = grid.expand()

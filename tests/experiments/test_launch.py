@@ -116,8 +116,8 @@ pathlib.Path("saved").touch()
 @pytest.mark.parametrize(
     ("signals", "status", "saved"),
     [
-        ([signal.SIGHUP], 0, True),  # ignored where this process ignores it, as under nohup
-        ([signal.SIGTERM, signal.SIGTERM], 143, True),
+        pytest.param([signal.SIGHUP], 0, True, marks=pytest.mark.slow),  # as under nohup
+        pytest.param([signal.SIGTERM, signal.SIGTERM], 143, True, marks=pytest.mark.slow),
         ([signal.SIGINT, signal.SIGINT], 130, False),
     ],
     ids=["hangup", "twice SIGTERM", "twice Ctrl-C"],

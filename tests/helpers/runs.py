@@ -40,10 +40,13 @@ SMALL = (
 )
 
 
-def slow_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
-    """Parameters of a test that is slow for all values but some."""
+def slow_but(quick: Iterable[Any], values: Iterable[Any], several: bool = False) -> list[Any]:
+    """Parameters of a test that is slow for all values but some; `several` if a value is a tuple of several of them."""
     few = list(quick)
-    return [value if value in few else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    return [
+        value if value in few else pytest.param(*(value if several else [value]), marks=pytest.mark.slow)
+        for value in values
+    ]
 
 
 def configured(*overrides: str) -> DictConfig:

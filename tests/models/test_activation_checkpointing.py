@@ -34,6 +34,7 @@ def test_loss_and_gradients_are_the_same_bit_for_bit(blocks, autocast):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_peak_memory_falls_with_every_block():
     peaks = []
     for blocks in range(4):
@@ -85,6 +86,7 @@ def test_compiled_the_numbers_are_the_same_and_the_memory_is_less(autocast):
     assert peaks[1] < 0.75 * peaks[0]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_blocks_as_if_nothing_had_changed(corpus, tmp_path):
     constant = ("schedule=constant", "schedule.warmup=0", "eval_every=100")
     trained(corpus, tmp_path / "whole", *constant)

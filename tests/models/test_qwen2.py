@@ -92,6 +92,7 @@ def test_a_cache_gives_the_logits_of_the_whole(parts, autocast, tolerance):
     assert sorted(cache.layers) == [0, 1, 2] and cache.layers[2][0].shape == (2, 2, 20, 8)
 
 
+@pytest.mark.slow
 def test_compiled_it_makes_no_mask():
     """A mask would keep it from FlashAttention; transformers' own attention makes one with torch before 2.14."""
     masks = []

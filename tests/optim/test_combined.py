@@ -97,6 +97,7 @@ class TestStep:
         assert all(torch.equal(p, q) for p, q in zip(parameters(optimizer), before, strict=True))
         assert not optimizer.state
 
+    @pytest.mark.slow
     def test_a_step_under_torch_compile(self):
         plain, compiled = make(), make()
         torch._dynamo.reset()

@@ -6,6 +6,7 @@ from torch import nn
 
 from muown_train.optim import Combined, Muown, param_groups, parameter_roles
 from muown_train.optim.param_groups import ParamRole
+from tests.helpers.runs import slow_but
 
 transformers = pytest.importorskip("transformers")
 
@@ -224,7 +225,7 @@ def test_all_problems_of_a_vision_transformer_are_told_at_once():
     assert list_names(model, "head", conv="matrix") == ["classifier.weight"]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mixtral", "gpt_oss", "lora"])
+@pytest.mark.parametrize("name", slow_but(["gpt2", "lora"], ["gpt2", "mixtral", "gpt_oss", "lora"]))
 def test_the_optimizers_take_the_groups(name):
     torch.manual_seed(0)
     if name in ("mixtral", "gpt_oss"):

@@ -309,6 +309,7 @@ def several():
     return on_ranks(2, _several)
 
 
+@pytest.mark.slow
 def test_a_full_state_dict_loads_into_a_sharded_optimizer(several):
     for name in several[0][0]:
         for rank in several:

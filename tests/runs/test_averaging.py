@@ -145,6 +145,7 @@ def test_a_run_of_another_name_needs_out(run, tmp_path, capsys):
     assert open_run(tmp_path / "plain").step == 12
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_run(run, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     shutil.copytree(run, folder)

@@ -264,6 +264,7 @@ def test_killed_in_the_middle_of_writing_a_file(tmp_path, size):
     assert_as_it_was_or_whole(tmp_path, wrote=False)
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_while_writing_ends_at_once(tmp_path):
     code = """if True:
         import sys, torch

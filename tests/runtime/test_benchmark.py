@@ -2,11 +2,13 @@
 
 import gc
 
+import pytest
 import torch
 
 from muown_train.runtime.benchmark import measure_peak_memory
 
 
+@pytest.mark.slow
 def test_garbage_of_an_earlier_call_does_not_count_against_a_later_one():
     def leave_garbage():
         cycle = [torch.zeros(50_000)]

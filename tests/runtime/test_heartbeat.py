@@ -142,6 +142,7 @@ def test_a_halted_rank_ends_the_others_after_a_while(ranks, victim, body):
         assert halted.end(within=10)[0] == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_not_waited_for_for_long(monkeypatch):
     monkeypatch.setattr(distributed, "START_TIMEOUT", timedelta(seconds=1))
     for key, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
@@ -194,6 +195,7 @@ def a_pair() -> Iterator[tuple[HeartbeatMonitor, socket.socket]]:
         yield monitor, other
 
 
+@pytest.mark.slow
 def test_strangers_are_neither_heard_nor_missed():
     with a_pair() as (monitor, other):
         strangers = [socket.create_connection(monitor._connection.getsockname()) for _ in range(3)]

@@ -19,7 +19,7 @@ from muown_train.config.run_name import check_run_name, default_run_name
 from muown_train.runs import manifest
 from muown_train.runtime.redaction import redact, redact_tracebacks, redact_tree
 from tests.config.test_trust import trees
-from tests.helpers.runs import SMALL
+from tests.helpers.runs import SMALL, slow_but
 
 TOKEN = "hf_" + "AbCdEfGhIjKlMnOpQrStUvWxYz01234567"
 HEX = "0123456789abcdef0123456789abcdef01234567"  # as a W&B key, and as a commit of git
@@ -191,7 +191,7 @@ def overrides(corpus: Path, out: Path, text: str) -> list[str]:
     return [*SMALL, *places, "tokens=1024", f"data.text={text}"]
 
 
-@pytest.mark.parametrize("text", ["${oc.env:HF_TOKEN}", TOKEN])
+@pytest.mark.parametrize("text", slow_but([TOKEN], ["${oc.env:HF_TOKEN}", TOKEN]))
 def test_a_run_whose_settings_hold_a_secret_never_shows_it(corpus, tmp_path, monkeypatch, capfd, secrets, text):
     arguments = overrides(corpus, tmp_path, text)
     monkeypatch.setattr(sys, "argv", ["muown_train", *arguments])

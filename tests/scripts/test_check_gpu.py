@@ -9,8 +9,14 @@ import pytest
 import torch
 
 from tests.helpers.paths import ROOT
+from tests.helpers.runs import slow_but
 
 SCRIPT = ROOT / "scripts" / "check_gpu.py"
+WRONG = [
+    (["speed"], "there is no part speed; there are tests, train"),
+    (["--models", "9b"], "--models 9b must be 124m, 500m or both"),
+    (["--minutes", "0"], "--minutes 0.0 must be above 0"),
+]
 PARTS = ["tests", "train", "optimizers", "attention", "compare"]
 
 
@@ -46,20 +52,14 @@ def test_a_part_that_takes_too_long_is_ended(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.slow
 def test_without_a_gpu_every_part_is_skipped_with_a_sentence():
     done = check()
     assert done.returncode == 0
     assert [line.split(": skipped, since ")[0] for line in done.stdout.splitlines()] == PARTS
 
 
-@pytest.mark.parametrize(
-    "words, sentence",
-    [
-        (["speed"], "there is no part speed; there are tests, train"),
-        (["--models", "9b"], "--models 9b must be 124m, 500m or both"),
-        (["--minutes", "0"], "--minutes 0.0 must be above 0"),
-    ],
-)
+@pytest.mark.parametrize("words, sentence", slow_but(WRONG[:1], WRONG, several=True))
 def test_what_is_wrong_is_said_in_a_sentence(words, sentence):
     done = check(*words)
     assert done.returncode == 2 and sentence in done.stderr and done.stderr.count("\n") == 1

@@ -23,6 +23,7 @@ def run_script(name: str, *words: str, cwd) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("name", slow_but(["benchmark_optim.py"], BENCHMARKS))
+@pytest.mark.slow
 def test_an_unknown_flag_of_a_benchmark_is_one_sentence(name, tmp_path):
     done = run_script(name, "--rundos=3", cwd=tmp_path)
     assert done.returncode == WRONG and not done.stdout and not list(tmp_path.iterdir())

@@ -40,6 +40,7 @@ def test_a_model_of_the_paper(run):
     assert update == pytest.approx(1.27, rel=0.25)  # what the paper reports on these GPUs
 
 
+@pytest.mark.slow
 def test_a_known_mfu(run):
     said = run("model=124m", "--mfu", "0.4", "--ranks", "8")
     flops = 6 * (123_568_896 - 25 * 768) + 12 * 12 * 768 * 1024
@@ -136,6 +137,7 @@ def test_flops_per_token_is_what_torch_counts(name):
     ],
     ids=["speedrun", "track3", "qwen2"],
 )
+@pytest.mark.slow
 def test_other_architectures(run, words, parameters):
     if "qwen2" in words[0]:
         pytest.importorskip("transformers")

@@ -56,11 +56,13 @@ def test_skipped_steps(corpus, tmp_path, optim):
 
 
 @pytest.mark.parametrize("overrides, state", [([], "finished"), (["on_bad_updates=stop"], "diverged")])
+@pytest.mark.slow
 def test_too_many_skipped_steps(corpus, tmp_path, overrides, state):
     outcome = check_alike(corpus, tmp_path, ["max_bad_updates=3", *overrides], {k * ROWS for k in (5, 6, 7)})
     assert outcome.state == state
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted(corpus, tmp_path):
     """A checkpoint after skipped steps holds the right state."""
     rows = {0, 3 * ROWS}

@@ -60,7 +60,7 @@ def test_killed_at_any_step_it_goes_on_bit_for_bit(corpus, tmp_path, uninterrupt
         assert (tmp_path / "run" / "metrics.rolled_back.jsonl").exists()
 
 
-@pytest.mark.parametrize("optim, lr", OPTIMIZERS.items())
+@pytest.mark.parametrize("optim, lr", slow_but([("muown", 0.01)], OPTIMIZERS.items(), several=True))
 def test_each_optimizer_learns_and_goes_on_bit_for_bit_after_a_kill(corpus, tmp_path, optim, lr):
     settings = (f"optim={optim}", f"optim.lr={lr}", "tokens=5120")
     if optim == "soap":  # refinements of its eigenvectors before and after the checkpoint at 8
@@ -87,6 +87,7 @@ def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(corpus, 
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(13))
 
 
+@pytest.mark.slow
 def test_micro_batches_do_not_matter(corpus, tmp_path, uninterrupted):
     expected = [line["train/loss"] for line in uninterrupted[0] if "train/loss" in line]
     for micro_batch in (1, 4, 8):

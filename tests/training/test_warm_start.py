@@ -105,6 +105,7 @@ def write(folder, name, model, config):
     return folder / name
 
 
+@pytest.mark.slow
 def test_it_goes_on_without_its_source(corpus, tmp_path, source):
     moved = shutil.copytree(source.folder, tmp_path / "moved")
     words = (f"init_from={moved}", "schedule=constant")

@@ -142,7 +142,10 @@ def test_a_gpu_keeps_less_than_a_cpu():
 
 @pytest.mark.parametrize(
     "make",
-    [Muown, Muon, NorMuon, Lion, partial(Muown, ns_dtype="float32"), partial(SOAP, precondition_frequency=1)],
+    slow_but(
+        [Muown, Lion],
+        [Muown, Muon, NorMuon, Lion, partial(Muown, ns_dtype="float32"), partial(SOAP, precondition_frequency=1)],
+    ),
     ids=["Muown", "Muon", "NorMuon", "Lion", "float32", "SOAP"],
 )
 def test_an_optimizer(make):
@@ -178,6 +181,7 @@ def test_a_sharded_optimizer_is_spread_as_shard_does():
     assert len(optimizer.optimizers[1].param_groups) == len(rest)
 
 
+@pytest.mark.slow
 def test_memory_of_a_rank_and_the_largest_micro_batch():
     how = PassSetup(32, 1024, True)
     with torch.device("meta"):

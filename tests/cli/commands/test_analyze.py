@@ -38,6 +38,7 @@ def results(folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["spectral", "effective_rank", "attention_logits"])
+@pytest.mark.slow
 def test_it_finds_what_the_probe_found(run, analyze, tmp_path, kind):
     said = analyze(kind, run.folder, "--all", "--out", tmp_path)
     lines = results(tmp_path / "run", kind)

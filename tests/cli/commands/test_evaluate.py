@@ -233,6 +233,7 @@ SLOW_QWEN2 = pytest.param("qwen2_tokenizer.json", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", ["gpt2.tiktoken", "gpt_neox_20b_tokenizer.json", SLOW_QWEN2])
+@pytest.mark.slow
 def test_bytes_of_tokens(name, tmp_path):
     check_bytes(load_tokenizer(str(find_tokenizer(name, tmp_path))))
 

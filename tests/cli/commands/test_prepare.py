@@ -36,7 +36,8 @@ def command(*words, **environment):
     )
 
 
-@pytest.mark.parametrize("kill", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
 def test_killed_for_real(tmp_path, kill):
     words = random.Random(1)
     texts = ("".join(words.choices("abcdefgh \n", k=words.randint(1, 9000))) for _ in range(1000))

@@ -90,6 +90,7 @@ def test_a_report(reproduce, tmp_path):
     assert written == ["figure.pdf", "figure.png", "table.csv", "table.md", "table.tex"]
 
 
+@pytest.mark.slow
 def test_a_plan(reproduce, tmp_path):
     grid = load_grid("500m_magnitude")
     fill(tmp_path / "500m_magnitude", grid.expand()[:3], lambda point: 14.0)
@@ -258,6 +259,7 @@ def slurm(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_what_is_in_the_queue_is_not_submitted_again(reproduce, slurm, capsys):
     words = ("experiment=500m_magnitude", "points=1", "scale=tiny", f"out={slurm}/of runs")
     status, said = reproduce(*words, "series=adam,fixed", "action=submit")
@@ -278,6 +280,7 @@ def test_what_is_in_the_queue_is_not_submitted_again(reproduce, slurm, capsys):
     assert states(reproduce(*words)[1])[adam.name] == "done"
 
 
+@pytest.mark.slow
 def test_a_queue_that_does_not_answer(reproduce, slurm, capsys):
     words = ("experiment=500m_magnitude", *RUN_WORDS, f"out={slurm}/runs")
     assert reproduce(*words)[0] == 0  # nothing was submitted: it is not asked

@@ -85,7 +85,8 @@ def batches(load, files, legs, batch_rows=12, **options):
     return rows, hashes
 
 
-@pytest.mark.parametrize("files", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("files", [FEW, MANY])
 def test_the_first_50_batches_whatever_the_ranks_batches_and_interruptions(load, files):
     rows, hashes = batches(load, files, [(1, 50)])
     assert len(set(hashes)) == 50

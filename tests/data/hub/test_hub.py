@@ -268,6 +268,7 @@ def test_errors_before_training(results, config, message):
 @pytest.mark.parametrize(
     "name", ["HuggingFaceFW/fineweb-edu", pytest.param("EleutherAI/gpt-neox-20b", marks=pytest.mark.long)]
 )
+@pytest.mark.slow
 def test_no_hub(hub, tmp_path, name):
     """For the tokenizer the hub's client tries again for half a minute."""
     local = str(hub.root / "models" / "EleutherAI" / "gpt-neox-20b")

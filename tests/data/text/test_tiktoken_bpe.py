@@ -131,6 +131,7 @@ class TestSameIds:
             assert_same_ids(ours(name), theirs(name), ["".join(texts[start : start + 1000])])
 
     @pytest.mark.parametrize("long", ["a", " ", "1", "\n"])
+    @pytest.mark.slow
     def test_many_characters_without_a_boundary(self, name, long):
         """White space exhausts the memory of most patterns between half a million and a million characters."""
         assert_same_ids(ours(name), theirs(name), [long * (1_000_000 if long.isspace() else 200_000) + "b"])
@@ -265,6 +266,7 @@ def tiktoken_reference(ranks):
     return tiktoken.Encoding("reference", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
 
 
+@pytest.mark.slow
 def test_merges_are_recovered_from_ranks():
     config, ranks = variant("gpt2"), ranks_of(variant("gpt2"))
     made = json.loads(build_tokenizer_json(ranks))
@@ -276,6 +278,7 @@ def test_merges_are_recovered_from_ranks():
     assert tokenizer.decode([*tokenizer.encode_batch(["the cat"])[0], len(ranks)]) == "the cat<|endoftext|>"
 
 
+@pytest.mark.slow
 def test_files_of_ranks_that_are_no_gpt2(tmp_path, monkeypatch):
     ranks = ranks_of(variant("gpt2"))
 

@@ -201,6 +201,7 @@ def test_effective_ranks(tmp_path):
     assert drawn(made, tmp_path / "report") == ["figure", "losses"]
 
 
+@pytest.mark.slow
 def test_gradient_noise(tmp_path):
     def numbers(key, step):
         terms = {"muon": 2.0 * step, "muown": 1.0, "muon/muown": 2.0 * step}

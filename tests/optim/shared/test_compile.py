@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from muown_train.optim import Combined, Muon, Muown, MuownSign, NorMuon, NorMuown
+from tests.helpers.runs import slow_but
 
 CASES = {
     "muown": (Muown, {}, 1e-6),
@@ -29,7 +30,7 @@ def test_compiled_steps_agree_and_compile_once(case):
     check_compiled_steps(case)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(["muown", "sign"], CASES))
 def test_traced_steps_agree_and_are_traced_once(case):
     """The backend "eager" runs what torch.compile has traced, without the seconds that generating code takes."""
     check_compiled_steps(case, backend="eager")
@@ -91,7 +92,7 @@ def parameters(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-@pytest.mark.parametrize("kind", [Muown, Muon])
+@pytest.mark.parametrize("kind", slow_but([Muown], [Muown, Muon]))
 def test_a_whole_step_that_a_user_compiles_is_traced_once(kind):
     def make():
         torch.manual_seed(0)

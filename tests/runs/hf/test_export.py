@@ -113,13 +113,10 @@ def with_tokenizer(run: Path, out: Path, raw: bytes, size: int) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, size",
-    [
-        ("gpt_neox_20b_tokenizer.json", 50280),
-        pytest.param("qwen2_tokenizer.json", 151936, marks=pytest.mark.slow),
-        pytest.param("gpt2.tiktoken", 50304, marks=pytest.mark.slow),
-    ],
+    [("gpt_neox_20b_tokenizer.json", 50280), ("qwen2_tokenizer.json", 151936), ("gpt2.tiktoken", 50304)],
 )
 def test_ids_of_known_tokenizers(run, tmp_path, name, size):
     path = find_tokenizer(name, tmp_path)
