@@ -1,13 +1,17 @@
 """Show how far long work has come: a live line on a terminal, a plain line now and then in a log."""
 
+import shutil
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TextIO
 
-from muown_train.runtime.formatting import format_duration, format_speed
+from muown_train.runtime.formatting import escape_controls, format_duration, format_speed
 
+_BAR = 16  # columns
 _LIVE_EVERY = 0.2  # seconds between two changes of a live line
 _RATE_WINDOW = 20.0  # seconds over which a rate is measured: work comes in bursts
 _RATE_AFTER = 3.0  # seconds that the first rate takes
@@ -15,7 +19,28 @@ _RATE_AFTER = 3.0  # seconds that the first rate takes
 
 def print_line(message: str) -> None:
     """Print one line on standard error."""
-    print(message, file=sys.stderr, flush=True)
+    print(escape_controls(message), file=sys.stderr, flush=True)
+
+
+class Activity:
+    """The name of what a process is doing besides its main work, for whoever shows it.
+
+    `with activity("evaluating"):` sets it.
+    """
+
+    def __init__(self) -> None:
+        self.name = ""
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        before, self.name = self.name, name
+        try:
+            yield
+        finally:
+            self.name = before
+
+
+State = tuple[str, float | None, float | None]  # the arguments of StatusLine.show
 
 
 class StatusLine:
@@ -29,15 +54,22 @@ class StatusLine:
         every: seconds between two lines in a log.
         first: seconds before the first line, so that short work shows none.
         transient: whether the live line vanishes at the end.
+        poll: returns what the live line is to show. It is called four times a second, by another thread.
     """
 
     def __init__(
-        self, stream: TextIO | None = None, every: float = 10.0, first: float = 0.0, transient: bool = True
+        self,
+        stream: TextIO | None = None,
+        every: float = 10.0,
+        first: float = 0.0,
+        transient: bool = True,
+        poll: Callable[[], State] | None = None,
     ) -> None:
         self.stream = stream or sys.stderr
         self.is_live = self.stream.isatty()
         self.interval = _LIVE_EVERY if self.is_live else every
         self.transient = transient
+        self.poll = poll
         self._next = time.monotonic() + min(first, self.interval)
         self._progress: Any = None  # rich.progress.Progress
 
@@ -52,11 +84,10 @@ class StatusLine:
             fraction: the part of the work that is done, if known.
             seconds_left: seconds until the end of the work, if known.
         """
-        left = "" if seconds_left is None else f"{format_duration(seconds_left)} left"
         if self.is_live:
-            self._draw(text, fraction, left)
+            self._draw(text, fraction, seconds_left)
         elif self.is_due():
-            self.print(f"{text}, {left}" if left else text)
+            self.print(text if seconds_left is None else f"{text}, {_format_left(seconds_left)}")
         else:
             return
         self._next = time.monotonic() + self.interval
@@ -81,11 +112,17 @@ class StatusLine:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         self.close()
 
-    def _draw(self, text: str, fraction: float | None, left: str) -> None:
+    @staticmethod
+    def count_columns() -> int:
+        """Return how many columns of the terminal a live line has for its text."""
+        beside = len("  0:00:00  59m59s left ")
+        return shutil.get_terminal_size().columns - _BAR - beside
+
+    def _draw(self, text: str, fraction: float | None, seconds_left: float | None) -> None:
         if self._progress is None:
             self._progress = self._start()
-            self._task = self._progress.add_task("", total=None, left="")
         total = None if fraction is None else 1.0  # without a total the bar pulses
+        left = "" if seconds_left is None else _format_left(seconds_left)
         self._progress.update(self._task, description=text, completed=fraction or 0.0, total=total, left=left)
 
     def _start(self) -> Any:
@@ -96,19 +133,31 @@ class StatusLine:
         def make_column() -> Column:
             return Column(no_wrap=True, overflow="ellipsis")
 
-        progress = Progress(
-            BarColumn(bar_width=16),
+        class PolledProgress(Progress):
+            def get_renderables(line) -> Any:
+                if self.poll is not None and self._progress is not None:
+                    self._draw(*self.poll())
+                return super().get_renderables()
+
+        progress = PolledProgress(
+            BarColumn(bar_width=_BAR),
             TextColumn("{task.description}", markup=False, table_column=make_column()),
             TimeElapsedColumn(table_column=make_column()),
             TextColumn("[dim]{task.fields[left]}", table_column=make_column()),
             console=Console(file=self.stream),
             transient=self.transient,
+            refresh_per_second=4,
             # Other output of the process appears above the line, unless it goes to a file.
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )
+        self._task = progress.add_task("", total=None, left="")
         progress.start()
         return progress
+
+
+def _format_left(seconds: float) -> str:
+    return f"{format_duration(seconds)} left"
 
 
 class Progress:

@@ -25,10 +25,11 @@ from muown_train.config.schema import Schedule, TrainerSettings
 from muown_train.data.loader import Batch, Loader
 from muown_train.optim.core.skip_step import step_or_skip
 from muown_train.runs.checkpoint import Checkpoints, ModelState, OptimizerState, State, Stateful
-from muown_train.runs.metrics import Line, Metrics, Sink
+from muown_train.runs.metrics import FolderChangedError, Line, Metrics, Sink
 from muown_train.runs.rng_state import RandomState
 from muown_train.runs.status import Outcome
 from muown_train.runtime.distributed import World, wrap_in_ddp
+from muown_train.runtime.progress import Activity
 from muown_train.runtime.replica_check import find_divergent_ranks
 from muown_train.runtime.stop_signal import StopRequested, StopSignal
 from muown_train.training.divergence import DivergenceMonitor, find_infinite_weight
@@ -64,7 +65,7 @@ class Trainer:
         self.loader, self.valid, self.checkpoints, self.settings = loader, valid, checkpoints, settings
         self.monitor, self.stop, self.metrics = monitor, stop, metrics
         self.probe: Callable[[], Line] | None = None  # measures the weights and changes nothing; every rank calls it
-        self.random_state = RandomState(world)
+        self.random_state, self.activity = RandomState(world), Activity()
         self.sinks: Sequence[Sink] = ()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.base_lrs = [group["lr"] for group in optimizer.param_groups]
@@ -259,7 +260,7 @@ class Trainer:
         A stop ends this early: what is not measured then is owed when the run goes on.
         """
         line: Line = {}
-        with suppress(StopRequested):
+        with self.activity("evaluating"), suppress(StopRequested):
             if evaluation:
                 line |= self.evaluate()
             if probe and self.probe:
@@ -283,6 +284,8 @@ class Trainer:
             except OSError as error:
                 self.unwritten = str(error)
                 print(error, file=sys.stderr, flush=True)
+                if isinstance(error, FolderChangedError):
+                    self.stop.request(str(error))
         self.show(lines)
 
     def show(self, lines: Sequence[Line]) -> None:
@@ -342,15 +345,16 @@ class Trainer:
             OSError: on every rank; also where metrics.jsonl lacks lines, which a run that resumes from here would
                 never write.
         """
-        self.world.run_on_main(self.sync_metrics)
-        self.checkpoints.save(self.step, self.list_stateful(), loss, wait)
+        with self.activity("saving"):
+            self.world.run_on_main(self.sync_metrics)
+            self.checkpoints.save(self.step, self.list_stateful(), loss, wait)
 
     def sync_metrics(self) -> None:
         """Bring metrics.jsonl to the disk, since no checkpoint may outlast it; on the main rank."""
-        if self.unwritten:
-            raise OSError(self.unwritten)
         if self.metrics:
             self.metrics.sync()
+        if self.unwritten:
+            raise OSError(self.unwritten)
 
     def rewind_metrics(self, step: int) -> None:
         """Take the lines after `step` out of the metrics; a collective call."""
@@ -361,7 +365,7 @@ class Trainer:
         try:
             save()
         except OSError as error:
-            if self.settings.stop_if_unsaved or fatal:
+            if self.settings.stop_if_unsaved or fatal or isinstance(error, FolderChangedError):
                 raise
             if self.metrics:
                 print(f"{error}; going on without this checkpoint", file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from muown_train.runs.metrics import Line
 from muown_train.runtime.formatting import format_duration, format_perplexity, format_speed
-from muown_train.runtime.progress import StatusLine
+from muown_train.runtime.progress import State, StatusLine
 
 # Lines of metrics that have one of these keys are always printed.
 _NEWS = ("valid/loss", "train/skipped_updates", "train/rolled_back", "train/diverged")
@@ -17,17 +17,22 @@ class ConsoleSink:
     """Shows metrics on standard output.
 
     Args:
+        watch: returns the number of steps done and what else the run is doing, if anything. The live line shows both,
+            also between two lines of metrics.
         every: the least seconds between two lines in a log, but for news such as a validation loss.
     """
 
-    def __init__(self, every: float = 10.0) -> None:
-        self.status = StatusLine(sys.stdout, every, transient=False)
-        self.steps = 0
+    def __init__(self, watch: Callable[[], tuple[int, str]], every: float = 10.0) -> None:
+        self.status = StatusLine(sys.stdout, every, transient=False, poll=self._describe_now)
+        self.watch = watch
+        self.first = self.steps = 0  # the step that this process began at, and the last of the run
+        self.last: Line = {}  # the last line with a training loss
 
     def start(self, folder: Path, config: Mapping[str, Any], steps: int) -> None:
-        self.steps = steps
+        self.first, self.steps = self.watch()[0], steps
+        self.compiled = bool(config.get("compile"))
         if self.status.is_live:
-            self.status.show("starting", 0.0)
+            self.status.show(*self._describe_now())
 
     def write(self, lines: Sequence[Line]) -> None:
         for line in lines:
@@ -35,20 +40,30 @@ class ConsoleSink:
                 self.status.print(describe_line(line, self.steps, with_time_left=not self.status.is_live))
         last = lines[-1]
         if self.status.is_live:
-            if "train/loss" in last:
-                self._update_live_line(last)
+            self.last = last if "train/loss" in last else self.last
         elif not _has_news(last):
             self.status.show(describe_line(last, self.steps))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self.status.close()
 
-    def _update_live_line(self, line: Line) -> None:
-        speed = line.get("system/tokens_per_second")
-        text = f"{line['step']}/{self.steps}  loss {line['train/loss']:.3f}" + (
-            f"  {format_speed(speed)}" if speed else ""
-        )
-        self.status.show(text, line["step"] / self.steps, line.get("system/seconds_left"))
+    def _describe_now(self) -> State:
+        """Return what the live line shows: as many numbers as fit, the most important first."""
+        step, activity = self.watch()
+        if step == self.first and not (activity or self.last):
+            activity = "compiling" if self.compiled else "first step"
+        numbers = [f"loss {self.last['train/loss']:.3f}"] if self.last else []
+        keys = ("system/tokens_per_second", "train/lr", "train/grad_norm", "system/mfu")
+        numbers += [_FORMATS[key](self.last[key]) for key in keys if key in self.last]
+        text = f"{step}/{self.steps}" + (f"  {activity}" if activity else "")
+        for number in numbers:
+            if len(text) + 2 + len(number) > self.status.count_columns():
+                break
+            text += f"  {number}"
+        left = None
+        if "system/seconds_left" in self.last and self.last["step"] < self.steps:
+            left = self.last["system/seconds_left"] * (self.steps - step) / (self.steps - self.last["step"])
+        return text, step / self.steps, left
 
 
 def _has_news(line: Line) -> bool:

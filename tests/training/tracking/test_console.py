@@ -10,7 +10,7 @@ from muown_train.training.tracking.console import ConsoleSink, describe_line
 
 
 def test_a_log_has_a_line_now_and_then_and_all_news(capsys):
-    sink = ConsoleSink(every=1e9)
+    sink = ConsoleSink(lambda: (0, ""), every=1e9)
     sink.start(None, {}, 300)
     sink.write([{"step": 1, "train/loss": 3.0}, {"step": 2, "train/loss": 2.0}])
     sink.write([{"step": 3, "train/loss": 1.5}])
@@ -55,27 +55,58 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("width", [80, 60, 40])
-def test_the_live_line_never_wraps_and_news_scroll_up(width, monkeypatch):
-    from rich.console import Console
-
-    screen = Terminal()
-    monkeypatch.setattr("sys.stdout", screen)
+def print_to_terminal(monkeypatch, width: int) -> Terminal:
+    """Make standard output a terminal; not in a fixture, since pytest sets it anew when the test begins."""
+    terminal = Terminal()
     monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
-    sink = ConsoleSink()
+    return terminal
+
+
+def read_live_line(sink: ConsoleSink, width: int) -> str:
+    """What the live line shows now; it must be one line."""
+    from rich.console import Console
+
+    shown = io.StringIO()
+    Console(file=shown, width=width).print(sink.status._progress.get_renderable())
+    assert shown.getvalue().count("\n") == 1
+    return shown.getvalue().rstrip("\n")
+
+
+@pytest.mark.parametrize("width", [120, 100, 80, 60, 40])
+def test_the_live_line_never_wraps_and_news_scroll_up(width, monkeypatch):
+    screen = print_to_terminal(monkeypatch, width)
+    sink = ConsoleSink(lambda: (4990, ""))
     sink.start(None, {}, 10_000)
     sink.write([USUAL])
-    live = io.StringIO()
-    Console(file=live, width=width).print(sink.status._progress.get_renderable())
-    assert live.getvalue().count("\n") == 1
-    assert width < 80 or live.getvalue().endswith("10h59m left\n")
-    assert width < 80 or "4990/10000  loss 10.825  1.235M tokens/s" in live.getvalue()
+    live = read_live_line(sink, width)
+    assert width < 80 or live.endswith("10h59m left")
+    numbers = "4990/10000  loss 10.825  1.235M tokens/s"
+    numbers += "  lr 4.00e-03" * (width >= 100) + "  grad norm 1.269  MFU 41%" * (width >= 120)
+    assert width < 80 or f" {numbers} " in live
     sink.write([EVALUATED | {"train/skipped_updates": 1}, USUAL | {"step": 4991, "train/diverged": True}])
     sink.finish({})
     said = " ".join(screen.getvalue().split())
     assert "1 STEP SKIPPED" in said and "(perplexity 50574.12)" in said and "DIVERGED" in said
+
+
+def test_the_live_line_says_what_the_run_does_and_moves_between_lines_of_metrics(monkeypatch):
+    print_to_terminal(monkeypatch, 80)
+    now = (20, "")
+    sink = ConsoleSink(lambda: now)
+    sink.start(None, {"compile": True}, 100)
+    assert " 20/100  compiling " in read_live_line(sink, 80)
+    now = (20, "evaluating")
+    assert " 20/100  evaluating " in read_live_line(sink, 80)
+    sink.write([{"step": 40, "train/loss": 2.0, "system/seconds_left": 60.0}])
+    now = (70, "")
+    assert " 70/100  loss 2.000 " in read_live_line(sink, 80) and read_live_line(sink, 80).endswith(" 30s left")
+    now = (100, "saving")
+    sink.write([{"step": 100, "train/loss": 1.0, "system/seconds_left": 0.0}])
+    assert " 100/100  saving  loss 1.000 " in read_live_line(sink, 80)
+    sink.finish({})
 
 
 def test_numbers_for_people():
