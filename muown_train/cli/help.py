@@ -7,6 +7,8 @@ slow is imported.
 import importlib.metadata
 import platform
 import re
+import shutil
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +27,7 @@ EXAMPLES = (
     ("schedule=decay_from checkpoint=runs/NAME tokens=2e5", "the decay of a run that was stable until then"),
     ("--multirun seed=0,1,2 optim=muown,muon", "all combinations, one after the other"),
 )
-_WIDTH = 110
+_WIDTH = 110  # columns, at most
 
 
 def format_help(configs: Path) -> str:
@@ -56,7 +58,8 @@ def _yield_lines(configs: Path) -> Iterator[str]:
             mark = "*" if option == chosen.get(group) else " "
             yield _cut_line(f"{f'{group}=' if i == 0 else '':<10}{mark}{option:<17} {sentence}")
     experiments = ", ".join(option for option, _ in list_option_sentences(configs / GROUPS[-1]))
-    yield from textwrap.wrap(experiments, _WIDTH, initial_indent=f"{GROUPS[-1]}= ", subsequent_indent=" " * 12)
+    width = min(_WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _WIDTH
+    yield from textwrap.wrap(experiments, width, initial_indent=f"{GROUPS[-1]}= ", subsequent_indent=" " * 12)
     yield "\nThe most used settings (* above and values here are the defaults):"
     for key in SETTINGS:
         value, meaning = read_setting(configs, chosen, key)

@@ -1,0 +1,56 @@
+"""Output on a terminal: long lines end between words, where a terminal would cut through a word."""
+
+import re
+import shutil
+import sys
+import textwrap
+from typing import Any, TextIO
+
+_COLUMN = re.compile(r"(?:^|  ) *(?=\S)")  # where a column of a line begins: after two or more spaces
+
+
+class FoldedStream:
+    """A stream to a terminal that folds lines which are longer than the terminal is wide.
+
+    What follows on a line that is not ended, such as text that a model writes, passes as it is, and so does text with
+    control sequences, which its writer has fitted to the terminal.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._at_start = True  # whether the next character begins a line
+
+    def write(self, text: str) -> int:
+        folds = self._at_start and "\x1b" not in text
+        self._at_start = text.endswith("\n") if text else self._at_start
+        self._stream.write(fold_lines(text, shutil.get_terminal_size().columns) if folds else text)
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def fold_lines(text: str, columns: int) -> str:
+    """Return text whose lines have at most this many columns, but for longer words; the rest of a line is indented."""
+    return "\n".join(_fold_line(line, columns) if len(line) > columns else line for line in text.split("\n"))
+
+
+def _fold_line(line: str, columns: int) -> str:
+    """Fold a line below its last column that begins in the left half of the terminal."""
+    begins = [found.end() for found in _COLUMN.finditer(line) if found.end() <= columns // 2]
+    indent = " " * max(begins, default=0)
+    rules: dict[str, Any] = {
+        "break_long_words": False,
+        "break_on_hyphens": False,
+        "replace_whitespace": False,
+        "expand_tabs": False,
+    }
+    return "\n".join(textwrap.wrap(line, columns, subsequent_indent=indent, **rules))
+
+
+def fold_output() -> None:
+    """Fold what this process prints, where standard output or standard error is a terminal."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and stream.isatty():
+            setattr(sys, name, FoldedStream(stream))

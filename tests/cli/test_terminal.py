@@ -1,0 +1,47 @@
+"""Long lines of output are folded between words on a terminal, and left alone elsewhere."""
+
+import io
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muown_train.cli.terminal import FoldedStream, fold_lines, fold_output
+
+
+def test_the_rest_of_a_line_stands_below_its_last_column():
+    assert fold_lines("model=     tiny    1.6M parameters: it trains in a minute", 40) == (
+        "model=     tiny    1.6M parameters: it\n                   trains in a minute"
+    )
+    assert fold_lines("error: the file is not there", 20) == "error: the file is\nnot there"
+    assert fold_lines("  4 tensors: they belong to Muown", 20) == "  4 tensors: they\n  belong to Muown"
+
+
+@given(st.lists(st.text("ab ", max_size=60), max_size=4), st.integers(10, 40))
+def test_no_word_is_lost_or_cut_and_short_lines_stay(lines, columns):
+    text = "\n".join(lines)
+    folded = fold_lines(text, columns)
+    assert folded.split() == text.split()
+    assert all(len(line) <= columns or len(line.split()) == 1 for line in folded.split("\n") if line.strip())
+    assert max(map(len, lines), default=0) > columns or folded == text
+
+
+def test_pieces_of_a_line_and_control_sequences_pass(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "10")
+    written = io.StringIO()
+    stream = FoldedStream(written)
+    for piece in ("one two three", " four five six", "\n", "\x1b[1mone two three", "\n", "one two three\n"):
+        assert stream.write(piece) == len(piece)
+    assert written.getvalue() == ("one two\nthree four five six\n\x1b[1mone two three\none two\nthree\n")
+
+
+def test_only_terminals_are_folded(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setattr(sys, "stderr", log)
+    fold_output()
+    assert isinstance(sys.stdout, FoldedStream) and sys.stderr is log
