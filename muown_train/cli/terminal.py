@@ -21,8 +21,10 @@ class FoldedStream:
         self._at_start = True  # whether the next character begins a line
 
     def write(self, text: str) -> int:
-        folds = self._at_start and "\x1b" not in text
-        self._at_start = text.endswith("\n") if text else self._at_start
+        is_plain = "\x1b" not in text
+        folds = self._at_start and is_plain
+        if text:  # a writer of control sequences leaves the cursor where a line begins
+            self._at_start = text.endswith("\n") or not is_plain
         self._stream.write(fold_lines(text, shutil.get_terminal_size().columns) if folds else text)
         return len(text)
 

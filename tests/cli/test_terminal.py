@@ -30,7 +30,7 @@ def test_pieces_of_a_line_and_control_sequences_pass(monkeypatch):
     monkeypatch.setenv("COLUMNS", "10")
     written = io.StringIO()
     stream = FoldedStream(written)
-    for piece in ("one two three", " four five six", "\n", "\x1b[1mone two three", "\n", "one two three\n"):
+    for piece in ("one two three", " four five six", "\n", "\x1b[1mone two three", "\none two three\n"):
         assert stream.write(piece) == len(piece)
     assert written.getvalue() == ("one two\nthree four five six\n\x1b[1mone two three\none two\nthree\n")
 
