@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -82,6 +83,21 @@ def open_checkpoints(run: Path, steps: Sequence[int] | None, every: bool) -> lis
     return [open_run(run)] if not steps else [open_run(run, step) for step in sorted(set(steps))]
 
 
+def check_results_folder(run: Path) -> Path:
+    """Return the folder of results in a run's folder, whether it exists or not.
+
+    Raises:
+        ValueError: it is a link, which may lead out of the run's folder, or a file, or holds such a link.
+    """
+    folder = run / FOLDER
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise ValueError(f"{folder} is a link or a file, and must be a folder: move it, or give another with --out")
+    for path in folder.iterdir() if folder.exists() else ():
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link, which may lead elsewhere: move it, or give another folder with --out")
+    return folder
+
+
 class Results:
     """A file of results, one line of JSON for each checkpoint and the settings it was measured with."""
 
@@ -90,7 +106,7 @@ class Results:
 
     def read(self) -> list[dict[str, Any]]:
         """Return all lines, ordered by step and then by time; null becomes NaN or an infinity again."""
-        return read_metrics(self.path) if self.path.exists() else []
+        return read_metrics(self.path) if os.path.lexists(self.path) else []
 
     def find(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the line that contains all of `key`: a `step`, the identity of the `checkpoint`, and settings."""

@@ -17,19 +17,21 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from muown_train.analysis.context import Gradients, Magnitudes, ProbeContext
 from muown_train.analysis.matrices import Matrix
 from muown_train.analysis.spectral import compute_singular_values
+from muown_train.config.stored_files import COUNT, NUMBER, check_entries, list_of
 from muown_train.optim.core.weight_norm import split_gradient
 from muown_train.optim.param_groups import canonical_name
-from muown_train.runtime.atomic_files import try_read_json, write_atomic
+from muown_train.runtime.atomic_files import open_regular, try_read_json, write_atomic
 
 MAX_BATCH_ELEMENTS = 2**25  # elements of the matrices that are decomposed together
 Progress = Callable[[str, int, int], None]  # takes the name of the pass, minibatches done, and all minibatches
@@ -85,8 +87,8 @@ class GradientNoise:
     def _sum_squares(self, mean: Gradients, magnitudes: Mapping[str, Magnitudes], progress: Progress) -> Tensor:
         """Return the sums of `compute_squared_norms` of the deviations from the mean: (matrices, 3)."""
         total, start = torch.zeros(len(self.context.matrices), 3, dtype=torch.float64), 0
-        saved = self.context.world.run_on_main(lambda: try_read_json(self.squares_file))
-        if saved.get("key") == self.key:
+        saved = self.context.world.run_on_main(self._read_squares)
+        if saved:
             total, start = torch.tensor(saved["squares"], dtype=torch.float64), saved["done"]
         self.context.get_rows().load_state_dict({})
         for done, indices in self._iterate_blocks(start):
@@ -126,11 +128,26 @@ class GradientNoise:
 
     def _read_progress(self) -> int:
         """Return the number of minibatches in the scratch file of the mean, 0 without one of this measurement."""
-        if not self.mean_file.exists():
+        try:
+            open_regular(self.mean_file).close()
+            with safe_open(self.mean_file, "pt") as file:
+                metadata = file.metadata() or {}
+                done = int(metadata["done"]) if metadata.get("key") == self.key else 0
+                shapes = [file.get_slice(name).get_shape() == list(p.shape) for p, name in self.names.items() if done]
+        except (FileNotFoundError, ValueError, KeyError, SafetensorError):  # there is none, or it is damaged
             return 0
-        with safe_open(self.mean_file, "pt") as file:
-            metadata = file.metadata()
-        return int(metadata["done"]) if metadata["key"] == self.key else 0
+        return done if 0 <= done <= self.batches and all(shapes) else 0
+
+    def _read_squares(self) -> dict[str, Any]:
+        """Return the content of the scratch file of the squares; {} without one of this measurement."""
+        saved = try_read_json(self.squares_file)
+        rows = list_of(list_of(NUMBER, 3), len(self.context.matrices))
+        try:
+            check_entries(saved, {"done": COUNT, "squares": rows})
+        except ValueError:
+            return {}
+        ours = saved.get("key") == self.key and saved.keys() >= {"done", "squares"} and saved["done"] <= self.batches
+        return saved if ours else {}
 
     def _write_mean(self, total: Gradients, done: int) -> None:
         tensors = {self.names[p]: tensor.cpu() for p, tensor in total.items()}

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from muown_train.cli.messages import explain_error
 from muown_train.cli.process import is_output_closed
 from muown_train.runs.status import RepeatedFailure
+from muown_train.runtime.formatting import escape_controls
 
 FAILED, WRONG, GAVE_UP, INTERRUPTED = 1, 2, 3, 130
 # these are faults of the machine, not of a setting: the same command may succeed later
@@ -53,7 +54,7 @@ def report_errors(settings: list[str] | None = None) -> Iterator[None]:
 def exit_with(sentence: str, status: int) -> NoReturn:
     """Print a sentence on standard error, after this process's rank if it has one, and exit."""
     rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-    print(f"{rank}{sentence}", file=sys.stderr, flush=True)
+    print(escape_controls(f"{rank}{sentence}"), file=sys.stderr, flush=True)
     sys.exit(status)
 
 

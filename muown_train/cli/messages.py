@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from muown_train.cli.process import is_output_closed
 from muown_train.config.compose import CONFIG_DIR, GROUPS, flatten, list_keys, list_options
 from muown_train.config.overrides import is_override
+from muown_train.runtime.formatting import escape_controls
 from muown_train.runtime.redaction import redact
 from muown_train.runtime.suggest import explain_stray_word, find_nearest_key, suggest_nearest
 
@@ -94,7 +95,8 @@ def explain_error(error: BaseException, overrides: Sequence[str]) -> str:
         overrides: the `key=value` words that were given, among which the cause may stand.
     """
     sentence = _explain_override(overrides) or _explain_key(str(error), overrides) or _explain_exception(error)
-    return redact(sentence)
+    sentence = escape_controls(redact(sentence))
+    return re.sub(r"\w{200,}", lambda word: f"{word[0][:40]}… ({len(word[0])} characters)", sentence)
 
 
 def _explain_override(overrides: Sequence[str]) -> str | None:
@@ -137,6 +139,8 @@ def _explain_exception(error: BaseException) -> str:
     while error.__cause__ is not None and type(error).__module__.startswith(("hydra", "omegaconf")):
         error = error.__cause__
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.filename is None and len(error.args) == 1:  # one of our own sentences, which says what was written
+            return f"{error}; make room, and the same command goes on"
         return f"{error.filename or 'a file'}: the disk is full: make room, and the same command goes on"
     if isinstance(error, BrokenPipeError) and is_output_closed():
         return "nobody reads what it prints any more"

@@ -9,7 +9,7 @@ from muown_train.experiments.report.curves import plot_losses
 from muown_train.models.generate import generate
 from muown_train.runs.metrics import Line
 from muown_train.runs.status import Outcome
-from muown_train.runtime.formatting import format_duration, format_perplexity
+from muown_train.runtime.formatting import escape_controls, format_duration, format_perplexity
 from muown_train.runtime.stop_signal import StopRequested, raise_on_stop_signals
 from muown_train.training.run import Run
 
@@ -76,11 +76,11 @@ def report_end(run: Run, outcome: Outcome, already: bool) -> None:
             f"{summary['tokens_per_second']:,.0f} tokens/s"
         )
     if outcome.state == "diverged":
-        print(f"DIVERGED: {outcome.reason}")
+        print(escape_controls(f"DIVERGED: {outcome.reason}"))
     elif run.config.sample_tokens and math.isfinite(summary["valid/loss"]):
         try:
             with raise_on_stop_signals():
-                print(f"\n--- sample ---\n{generate_sample(run)}\n--- end of sample ---\n")
+                print(f"\n--- sample ---\n{escape_controls(generate_sample(run))}\n--- end of sample ---\n")
         except StopRequested as stop:
             print(f"no sample: {stop}", file=sys.stderr)
     print(f"{run.folder}: {', '.join(sorted(path.name for path in run.folder.iterdir() if path.name[0] != '.'))}")

@@ -37,6 +37,7 @@ from muown_train.config.run_name import locate_run_folder
 from muown_train.config.schema import RunConfig
 from muown_train.runs.status import FolderInUse, RepeatedFailure, read_status
 from muown_train.runtime.atomic_files import write_atomic
+from muown_train.runtime.formatting import escape_controls
 from muown_train.runtime.redaction import redact
 
 _SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -183,7 +184,7 @@ class Sweep(Callback):
         if not self.jobs:
             return
         jobs = [job for _, job in sorted(self.jobs.items())]
-        print("\n" + "\n".join(format_jobs(jobs)), flush=True)
+        print(escape_controls("\n" + "\n".join(format_jobs(jobs))), flush=True)
         if any(job.state not in ("done", "diverged", _BUSY) for job in jobs):
             sys.exit(FAILED)
 

@@ -16,6 +16,10 @@ NOT_IN_NAME = (
     *("time_limit", "give_up_after", "replica_check_every", "probes", "probe_every", "sample_tokens"),
     *("shard_optimizer", "model.activation_checkpointing", "workers", "trust", "hydra"),
 )
+_FILES = (  # what a run writes into its folder, some of it at its end only
+    *(".lock", "config.yaml", "manifest.json", "tokenizer.json", "status.json", "starts.jsonl", "wandb_id"),
+    *("metrics.jsonl", "metrics.rolled_back.jsonl", "events.jsonl", "loss.png"),
+)
 _MAX_LENGTH = 120  # characters of a default name; file systems allow 255
 _ALLOWED = "A-Za-z0-9._=+,-"  # characters of a run's name
 
@@ -103,11 +107,17 @@ def locate_run_folder(out: str, name: str) -> Path:
     """Return the folder of a run, OUT/NAME, whether it exists or not.
 
     Raises:
-        ValueError: the name is not allowed (see `check_run_name`), or the folder, or an entry of it or of its
-            checkpoints, is a symbolic link, through which files elsewhere would change.
+        ValueError: the name is not allowed (see `check_run_name`); the folder, or an entry of it or of its
+            checkpoints, is a symbolic link, through which files elsewhere would change; or something else stands where
+            the run has its folder or writes a file.
     """
     folder = Path(out) / check_run_name(name)
     for path in (folder, *folder.glob("*"), *folder.glob("checkpoints/*"), *folder.glob("checkpoints/*/*")):
         if path.is_symlink():
             raise ValueError(f"{path} is a symbolic link: replace it by what it links to, or give another name or out")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file, and must be the folder of the run: give another name")
+    for path in (folder / name for name in _FILES):
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} must be a file, which the run writes: move what is there, or give another name")
     return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -57,9 +58,11 @@ def build_once(
     except ConnectionError:  # is an OSError too, but comes from reading the source
         raise
     except OSError as error:
-        raise OSError(
-            f"cannot write the data cache {folder} ({error.strerror or error}); choose another with cache="
-        ) from error
+        reason = error.strerror or error
+        raised = OSError(f"cannot write the data cache {folder} ({reason}); choose another with cache=")
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # a full disk is no wrong setting
+            raised.errno = error.errno
+        raise raised from error
 
 
 def fingerprint(*parts: Any) -> str:

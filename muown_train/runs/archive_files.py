@@ -22,7 +22,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from muown_train.runtime.atomic_files import write_atomic
+from muown_train.runtime.atomic_files import read_json, read_regular, write_atomic
+
+_MAX_BYTES = 1 << 30  # bytes of an archive's files, packed and unpacked
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,15 @@ class RunArchive:
             ValueError: the file is not what `write` writes.
         """
         try:
-            entries: dict[str, dict[str, Any]] = json.loads(self.index_path.read_text())
+            entries: dict[str, dict[str, Any]] = read_json(self.index_path, follow_link=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except ValueError as error:
-            raise ValueError(f"{self.index_path} cannot be read: {error}; restore it, for instance from git") from None
+            raise ValueError(f"{error}; restore it, for instance from git") from None
+        for name, entry in entries.items():
+            parts = [entry.get(part) for part in ("config", "manifest", "status")] if isinstance(entry, dict) else []
+            if len(parts) != 3 or not all(isinstance(part, dict) for part in parts):
+                raise ValueError(f"{self.index_path} has no config, manifest and status of {name}: restore it from git")
         return entries
 
     @cached_property
@@ -76,10 +82,10 @@ class RunArchive:
             ValueError: the file is damaged.
         """
         try:
-            return _unpack(self.files_path.read_bytes())
+            return _unpack(read_regular(self.files_path, _MAX_BYTES, follow_link=True))
         except FileNotFoundError:
             return {}
-        except (tarfile.TarError, lzma.LZMAError) as error:
+        except (tarfile.TarError, lzma.LZMAError, ValueError) as error:
             raise ValueError(f"{self.files_path} is damaged: {error}; restore it, for instance from git") from None
 
     def open_file(self, name: str, path: str) -> BinaryIO:
@@ -141,6 +147,14 @@ def _pack(files: Mapping[str, bytes]) -> bytes:
 
 
 def _unpack(content: bytes) -> dict[str, bytes]:
-    """Return the files in a compressed tar, whose checksums are tested."""
-    with tarfile.open(fileobj=io.BytesIO(lzma.decompress(content))) as tar:
-        return {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+    """Return the files in a compressed tar, whose checksums are tested.
+
+    Raises:
+        ValueError: it holds more than _MAX_BYTES; other errors are those of the libraries.
+    """
+    decompressor = lzma.LZMADecompressor()
+    unpacked = decompressor.decompress(content, _MAX_BYTES)
+    if not decompressor.eof:
+        raise ValueError(f"it is cut off, or holds more than {_MAX_BYTES:,} bytes")
+    with tarfile.open(fileobj=io.BytesIO(unpacked)) as tar:
+        return {member.name: tar.extractfile(member).read() for member in tar if member.isfile()}  # type: ignore[union-attr]

@@ -294,6 +294,11 @@ class Checkpoints:
         newest = self.world.run_on_main(self._find_newest)
         return open_files(newest) if newest else None
 
+    def abandon(self) -> None:
+        """Remove the files of the pending checkpoint, which a run that fails never publishes; not collective."""
+        if self._writer and self.world.is_main:
+            shutil.rmtree(self._writer.partial, ignore_errors=True)
+
     def set_aside_newest(self, step: int, reason: str) -> None:
         """Set the newest checkpoint aside if it is of this step and not the only one; a collective call."""
 
@@ -361,7 +366,8 @@ class Checkpoints:
         try:
             result = action()
         except OSError as exception:
-            error = exception.errno, f"cannot write a checkpoint to {self.folder}: {exception}"
+            reason = exception.strerror or exception
+            error = exception.errno, f"cannot write a checkpoint to {self.folder}: {reason}"
         results = self.world.gather((result, error))
         errors = [error for _, error in results if error]
         if errors:

@@ -24,11 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muown_train.runtime.atomic_files import sync_to_disk
+from muown_train.config.stored_files import (
+    check_entries,
+    check_index,
+    check_nesting,
+    check_state,
+    check_tensors,
+    shorten,
+)
+from muown_train.runtime.atomic_files import open_regular, parse_json, read_regular, sync_to_disk
 
 FORMAT = 1  # version of the folder's layout and of index.json
 INDEX = "index.json"
-INDEX_KEYS = {"format", "step", "valid_loss", "about", "files"}
 PIECE = 4 << 20  # bytes written and hashed at a time
 DTYPES = {  # dtype -> its name in safetensors
     torch.bool: "BOOL",
@@ -231,19 +238,28 @@ def decode_index(content: bytes) -> dict[str, Any]:
         ValueError: it is damaged; every bit counts.
         OtherFormatError: another version of the program wrote it.
     """
-    index = json.loads(content)
-    if not isinstance(index, dict):
-        raise ValueError(f"it holds a {type(index).__name__}, not an object")
+    index = check_entries(parse_json(content), {})
     if "sha256" in index:
         body = content[len(_encode_digest(b"")) :]
         if content != _encode_digest(body) + body:
             raise ValueError("it has another SHA-256 than when it was written")
         del index["sha256"]
-    if odd := sorted(index.keys() - INDEX_KEYS):
+    if odd := sorted(index.keys() - {"format", "step", "valid_loss", "about", "files"}):
         raise ValueError(f"it has an unknown entry {odd[0]!r}")
     if index.get("format") != FORMAT:
-        raise OtherFormatError(f"it has format {index.get('format')}, this version of the program reads {FORMAT}")
-    return index
+        found = shorten(index.get("format"))
+        raise OtherFormatError(f"it has format {found}, this version of the program reads {FORMAT}")
+    return check_index(index)
+
+
+def read_checked_index(checkpoint: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint's index.json.
+
+    Raises:
+        ValueError: it is damaged (see `decode_index`), or no regular file.
+        OSError: it cannot be read, which is not damage.
+    """
+    return decode_index(read_regular(checkpoint / INDEX))
 
 
 def read_index(checkpoint: Path) -> dict[str, Any]:
@@ -253,8 +269,8 @@ def read_index(checkpoint: Path) -> dict[str, Any]:
         OSError: it cannot be read, which is not damage.
     """
     try:
-        return decode_index((checkpoint / INDEX).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        return read_checked_index(checkpoint)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
 
 
@@ -271,9 +287,9 @@ def read_complete_indices(folder: Path) -> Iterator[dict[str, Any]]:
     for path in list_checkpoints(folder):
         index = read_index(path)
         try:
-            if index and not _find_wrong_file(path, index["files"]):
+            if index and not _find_wrong_file(path, index):
                 yield {**index, "step": parse_step(path)}
-        except (FileNotFoundError, KeyError, TypeError, AttributeError):
+        except FileNotFoundError:
             continue
 
 
@@ -319,24 +335,48 @@ def find_fault(checkpoint: Path) -> str | None:
         OSError: a file cannot be read now, which is not damage: the disk, the network or the process may be at fault.
     """
     try:
-        index = decode_index((checkpoint / INDEX).read_bytes())
-        step = parse_step(checkpoint)
-        if index.get("step") != step:
-            return f"{INDEX} has step={index.get('step')!r}, which is not that of the folder"
-        if fault := _find_wrong_file(checkpoint, index["files"], hashes=True):
-            return fault
-        trained = json.loads((checkpoint / "rank-00000.json").read_bytes()).get("trainer/step", step)
-        return None if trained == step else f"it holds a run after step {trained!r}, which is not that of the folder"
+        index = read_checked_index(checkpoint)
+        if index.get("step") != parse_step(checkpoint):
+            return f"{INDEX} has step={shorten(index.get('step'))}, which is not that of the folder"
+        return _find_wrong_file(checkpoint, index, hashes=True) or _find_wrong_state(checkpoint, index)
     except OtherFormatError as error:
         raise OtherFormatError(f"{checkpoint / INDEX}: {error}") from None
-    except FileNotFoundError:
-        return f"{INDEX} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except ValueError as error:
         return f"{INDEX} cannot be used: {error}"
 
 
-def _find_wrong_file(checkpoint: Path, files: Files, hashes: bool = False) -> str | None:
+def _find_wrong_state(checkpoint: Path, index: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the content of the files of a checkpoint, which may be a stranger's."""
+    state: dict[str, Any] = {}
+    for name in index["files"]:
+        path = checkpoint / name
+        try:
+            if path.suffix == ".json":
+                state |= check_state(parse_json(read_regular(path)))
+            else:
+                with open_regular(path) as file:
+                    state |= _check_random_states(check_tensors(file, index["files"][name]["bytes"]))
+            check_nesting(state)
+        except ValueError as error:
+            return f"{name} cannot be used: {error}"
+    trained = state.get("trainer/step", index["step"])
+    return None if trained == index["step"] else f"it holds a run after step {trained}, which is not that of the folder"
+
+
+def _check_random_states(tensors: dict[str, tuple[str, list[int]]]) -> dict[str, tuple[str, list[int]]]:
+    """Return dtypes and shapes of tensors, after a check of those that are states of random number generators."""
+    for key, (dtype, shape) in tensors.items():
+        length = {"torch": torch.get_rng_state().numel(), "cuda": 16}.get(key.rpartition("/")[2])
+        if re.fullmatch(r"random/\d+/(torch|cuda)", key) and (dtype, shape) != ("U8", [length]):
+            raise ValueError(f"its tensor {key!r} has dtype {dtype} and shape {shape}: it is no state of a generator")
+    return tensors
+
+
+def _find_wrong_file(checkpoint: Path, index: Mapping[str, Any], hashes: bool = False) -> str | None:
     """Return what is wrong with the files that an index lists: names, sizes and, with `hashes`, content."""
+    files: Files = index.get("files", {})
     # An index must list the two files of each rank and everything that lies there.
     ranks = max(1, (len(files) + 1) // 2)
     wanted = {f"rank-{rank:05d}.{kind}" for rank in range(ranks) for kind in ("json", "safetensors")}
@@ -346,12 +386,15 @@ def _find_wrong_file(checkpoint: Path, files: Files, hashes: bool = False) -> st
         return f"{INDEX} does not name {min(missing)}"
     for name, expected in files.items():
         path = checkpoint / name
-        if not path.exists():
+        if not os.path.lexists(path):
             return f"{name} is missing"
-        if path.stat().st_size != expected["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-        if hashes:
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
+        try:
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != expected.get("bytes"):
+                    return f"{name} has {size} bytes instead of {expected.get('bytes')}"
+                if hashes and hashlib.file_digest(file, "sha256").hexdigest() != expected.get("sha256"):
                     return f"{name} has another SHA-256 than when it was written"
+        except ValueError as error:
+            return str(error)
     return None

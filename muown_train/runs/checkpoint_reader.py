@@ -4,7 +4,6 @@ Opening a checkpoint makes nothing else of its run. Its files stay open, so that
 is needed, even if the run removes it meanwhile.
 """
 
-import json
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -15,8 +14,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from muown_train.config.stored_files import check_state, shorten
 from muown_train.runs import checkpoint_files as files
 from muown_train.runs.checkpoint_files import CheckpointRemovedError, make_removed_error
+from muown_train.runtime.atomic_files import open_regular, parse_json, read_regular
+from muown_train.runtime.formatting import escape_controls
 
 _MODEL = "model/"  # prefix of the keys of weights in a checkpoint
 _OPTIMIZER = "optimizer/"
@@ -74,7 +76,7 @@ class OpenCheckpoint:
 
 def print_warning(sentence: str) -> None:
     """Print a warning on standard error."""
-    print(f"warning: {sentence}", file=sys.stderr, flush=True)
+    print(f"warning: {escape_controls(sentence)}", file=sys.stderr, flush=True)
 
 
 def open_checkpoint(path: Path, step: int | None = None) -> OpenCheckpoint:
@@ -155,26 +157,31 @@ def open_files(checkpoint: Path) -> OpenCheckpoint:
     rest: dict[str, Any] = {}
     path = checkpoint / files.INDEX
     try:
-        index = files.decode_index(path.read_bytes())
-        for path in (checkpoint / name for name in index["files"]):
+        index = files.read_checked_index(checkpoint)
+        for path in (checkpoint / name for name in index.get("files", {})):
             if path.suffix == ".json":
-                rest |= json.loads(path.read_text())
+                rest |= check_state(parse_json(read_regular(path)))
             else:
                 tensors |= _open_tensors(path)
     except FileNotFoundError:
         raise make_removed_error(checkpoint) from None
-    except (SafetensorError, ValueError, TypeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     step = index.get("step")
     if step != files.parse_step(checkpoint):
-        raise ValueError(f"{checkpoint / files.INDEX} has step={step!r}, which is not that of the folder")
+        raise ValueError(f"{checkpoint / files.INDEX} has step={shorten(step)}, which is not that of the folder")
     alone = files.holds_weights_alone(index)
     return OpenCheckpoint(checkpoint, step, index.get("about", {}), alone, tensors, rest)
 
 
 def _open_tensors(path: Path) -> dict[str, Callable[[], Tensor]]:
-    file = safe_open(path, "pt")
-    return {key: partial(file.get_tensor, key) for key in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
+    open_regular(path).close()
+    try:
+        file = safe_open(path, "pt")
+    except SafetensorError as error:
+        raise ValueError(str(error)) from None
+    keys = file.keys()  # type: ignore[no-untyped-call]
+    return {key: partial(file.get_tensor, key) for key in keys}
 
 
 def _check_metadata(opened: OpenCheckpoint) -> None:
@@ -184,13 +191,11 @@ def _check_metadata(opened: OpenCheckpoint) -> None:
         ValueError: it does not.
     """
     folder, metadata = opened.folder, opened.metadata
-    if not isinstance(metadata, dict) or not isinstance(metadata.get("config"), dict):
+    if "config" not in metadata:
         raise ValueError(f"{folder} does not say what it is a checkpoint of: it was written by an earlier version")
-    model, data = metadata["config"].get("model"), metadata.get("data", {})
+    model = metadata["config"].get("model")
     if not isinstance(model, dict) or not isinstance(model.get("_target_"), str):
-        raise ValueError(f"{folder} has the configuration model={model!r}: it must be a mapping with a _target_")
-    if not isinstance(data, dict):
-        raise ValueError(f"{folder} has data={data!r}: it must be a mapping")
+        raise ValueError(f"{folder} has the configuration model={shorten(model)}: it must be a mapping with a _target_")
 
 
 def read_newest_metadata(folder: Path) -> dict[str, Any] | None:
@@ -211,8 +216,8 @@ def read_newest_metadata(folder: Path) -> dict[str, Any] | None:
                     f"{folder.parent} holds weights alone, as an average or an import does: to train on from them "
                     f"give the run another name, and init_from={folder.parent}"
                 )
-            metadata = index.get("about")
-            return metadata if isinstance(metadata, dict) else {}
+            metadata: dict[str, Any] = index.get("about", {})
+            return metadata
     return None
 
 

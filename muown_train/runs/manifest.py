@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from muown_train.config.schema import TrainerSettings
@@ -20,6 +21,7 @@ from muown_train.optim import Combined
 from muown_train.optim.core.matrix import MatrixOptimizer
 from muown_train.runtime.atomic_files import write_atomic
 from muown_train.runtime.distributed import World
+from muown_train.runtime.formatting import escape_controls
 from muown_train.runtime.hardware import get_device_name
 from muown_train.runtime.redaction import redact_tree
 
@@ -82,8 +84,20 @@ def write(folder: Path, config: Mapping[str, Any], manifest: Mapping[str, Any]) 
     Raises:
         OSError: the folder cannot be written.
     """
-    write_atomic(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(redact_tree(config))).encode())
+    write_atomic(folder / "config.yaml", encode_config(redact_tree(config)))
     write_atomic(folder / "manifest.json", (json.dumps(redact_tree(manifest), indent=1) + "\n").encode())
+
+
+def encode_config(config: Mapping[str, Any]) -> bytes:
+    """Return the content of config.yaml. Text such as ${seed} in a stored configuration stays text.
+
+    Raises:
+        ValueError: a text in it begins like an interpolation and is none, which OmegaConf cannot write.
+    """
+    try:
+        return OmegaConf.to_yaml(OmegaConf.create(dict(config))).encode()
+    except OmegaConfBaseException as error:
+        raise ValueError(f"a setting cannot be written to config.yaml: {str(error).splitlines()[0]}") from None
 
 
 def show(manifest: Mapping[str, Any], folder: Path) -> None:
@@ -97,9 +111,12 @@ def show(manifest: Mapping[str, Any], folder: Path) -> None:
         f"  {manifest['parameters']:,} parameters, {settings['steps']:,} steps of {settings['batch_tokens']:,} tokens "
         f"({amount}), {precision} on {manifest['ranks']} x {manifest['device']}"
     )
+    of = manifest["data"].get("tokens")
+    if of and tokens >= 1.05 * of:
+        print(f"  {tokens / of:.1f} epochs: there are {of:,} tokens to train on, which are passed several times")
     if initial := manifest["init_from"]:
         padded = f", {initial['padded']} rows of the vocabulary added" if initial["padded"] else ""
-        print(f"  starts with the weights of {initial['path']} after step {initial['step']}{padded}")
+        print(escape_controls(f"  starts with the weights of {initial['path']} after step {initial['step']}{padded}"))
     for group in manifest["groups"]:
         shapes = group["parameters"].values()
         numbers = sum(math.prod(shape) for shape in shapes)

@@ -7,12 +7,16 @@ first), and `tokens`, the number of tokens trained on so far.
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from muown_train.runtime.atomic_files import sync_to_disk, write_atomic
+from muown_train.config.checks import is_number
+from muown_train.runtime.atomic_files import open_regular, parse_json, read_regular, sync_to_disk, write_atomic
+
+MAX_FILE = 1 << 32  # bytes of a file of metrics: ten million steps
+MAX_LINE = 1 << 20  # bytes of a line
 
 Line = dict[str, Any]
 
@@ -27,6 +31,10 @@ class Sink(Protocol):
     def finish(self, summary: Mapping[str, Any]) -> None: ...
 
 
+class FolderChangedError(OSError):
+    """Somebody else has moved, removed or changed the folder of a run, or its record, while the run was training."""
+
+
 class Metrics:
     """The files of metrics in a run's folder.
 
@@ -36,10 +44,13 @@ class Metrics:
 
     Appended lines are with the operating system and survive the process, however it ends. A power cut may take the
     lines after the last `sync`, usually those of the last half minute, because the system chooses when to write them.
+
+    `check_folder` raises FolderChangedError where the run's folder is no longer the one that it began in.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.jsonl"
+        self.check_folder: Callable[[], None] = lambda: None
         self._lines, self._events = LineFile(self.path), LineFile(folder / "events.jsonl")
 
     def append(self, lines: Iterable[Line]) -> None:
@@ -48,8 +59,10 @@ class Metrics:
         Raises:
             OSError: they cannot be written now. The file is as before; the next call that can writes them and the
                 waiting events, in order.
+            FolderChangedError: somebody else has changed the folder or the file; nothing is written any more.
         """
         self._lines.waiting += map(encode_line, lines)
+        self.check_folder()
         self._lines.write()
         self._events.write()
 
@@ -57,10 +70,18 @@ class Metrics:
         """Write a line to events.jsonl; if that is impossible now, it waits for the next event or `append`."""
         self._events.waiting.append(encode_line(event))
         with suppress(OSError):  # the next `append` raises it
+            self.check_folder()
             self._events.write()
 
     def sync(self) -> None:
-        """Wait until the lines written so far are on the disk: a checkpoint of their step must not outlast them."""
+        """Wait until the lines written so far are on the disk: a checkpoint of their step must not outlast them.
+
+        Raises:
+            FolderChangedError: somebody else has changed the folder or a file.
+        """
+        self.check_folder()
+        self._lines.check_size()
+        self._events.check_size()
         for path in (self.path, self._events.path):
             if path.exists():
                 sync_to_disk(path)
@@ -73,7 +94,7 @@ class Metrics:
         Raises:
             OSError: a file cannot be written; metrics.jsonl is as before.
         """
-        content = self.path.read_bytes() if self.path.exists() else b""
+        content = self._read()
         kept: list[bytes] = []
         moved: list[bytes] = []
         last = -math.inf
@@ -91,6 +112,7 @@ class Metrics:
             sync_to_disk(rolled_back.path)
         if (whole := b"".join(kept)) != content:
             write_atomic(self.path, whole)
+        self._lines.size = len(whole) if content else None
         self._lines.waiting.clear()
 
     def amend(self, line: Line) -> None:
@@ -99,11 +121,20 @@ class Metrics:
         Raises:
             OSError: the file cannot be written; it is as before.
         """
-        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        lines = self._read().splitlines(keepends=True)
         last = _parse_line(lines[-1]) if lines else None
         if last is not None and last["step"] == line["step"]:
             lines.pop()
-        write_atomic(self.path, b"".join([*lines, encode_line(line)]))
+        content = b"".join([*lines, encode_line(line)])
+        write_atomic(self.path, content)
+        self._lines.size = len(content)
+
+    def _read(self) -> bytes:
+        """Return the content of metrics.jsonl; nothing if it is missing."""
+        try:
+            return read_regular(self.path, MAX_FILE)
+        except FileNotFoundError:
+            return b""
 
     def read(self) -> list[Line]:
         """Return all lines, also those that wait to be written."""
@@ -112,10 +143,26 @@ class Metrics:
 
 
 class LineFile:
-    """A file of JSON lines that holds whole lines alone. `waiting` holds encoded lines that are still to be written."""
+    """A file of JSON lines that holds whole lines alone. `waiting` holds encoded lines that are still to be written.
+
+    `size` is the number of bytes that the file had when this process last wrote to it; None before that.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.waiting = path, list[bytes]()
+        self.size: int | None = None
+
+    def check_size(self) -> None:
+        """Raise FolderChangedError if somebody else has changed the size of the file or removed it."""
+        if self.size is None:
+            return
+        found = self.path.stat().st_size if self.path.exists() else None
+        if found != self.size:
+            now = "was removed" if found is None else f"has {found:,} bytes now, and had {self.size:,}"
+            raise FolderChangedError(
+                f"{self.path} was changed by somebody else while this run was training (it {now}): nothing more is "
+                "saved; the same command goes on from the last checkpoint"
+            )
 
     def write(self) -> None:
         """Write all waiting lines, or none.
@@ -125,6 +172,7 @@ class LineFile:
         """
         if not self.waiting:
             return
+        self.check_size()
         end = None
         try:
             with self.path.open("a+b", buffering=0) as file:
@@ -132,6 +180,7 @@ class LineFile:
                 rest = memoryview(b"".join(self.waiting))
                 while rest:
                     rest = rest[file.write(rest) :]
+                self.size = file.tell()
         except OSError as error:
             if end is not None:
                 with suppress(OSError):  # the next call repairs the file if this fails
@@ -159,31 +208,33 @@ def _repair_end(file: BinaryIO) -> int:
 
 def read_metrics(path: Path) -> list[Line]:
     """Return the lines of a metrics.jsonl; a line that was cut off is left out."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return parse_metrics(file)
 
 
 def parse_metrics(file: BinaryIO, last: int | None = None) -> list[Line]:
     """Return the lines of an open metrics.jsonl, or those in its last `last` bytes, as `read_metrics` does."""
-    if last is not None:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - last))
+    size = file.seek(0, os.SEEK_END)
+    if size > MAX_FILE:
+        raise ValueError(f"a file of metrics has {size:,} bytes, and may have {MAX_FILE:,} at most")
+    file.seek(0 if last is None else max(0, size - last))
     return [line for text in file.read().split(b"\n") if (line := _parse_line(text)) is not None]
 
 
 def _parse_line(text: bytes) -> Line | None:
     """Return a line of metrics, with the strings that `encode_line` wrote as numbers again; None for another text."""
     try:
-        line = json.loads(text)
-        if not isinstance(line, dict) or not math.isfinite(line["step"]):
-            return None
-        return {key: float(value) if value in ("nan", "inf", "-inf") else value for key, value in line.items()}
-    except (ValueError, KeyError, TypeError, OverflowError):
+        line = parse_json(text) if len(text) <= MAX_LINE else None
+    except ValueError:
         return None
+    if not isinstance(line, dict) or not is_number(line.get("step")):
+        return None
+    return {key: float(value) if value in ("nan", "inf", "-inf") else value for key, value in line.items()}
 
 
 def _is_json(text: bytes) -> bool:
     try:
-        return isinstance(json.loads(text), dict)
+        return isinstance(parse_json(text), dict)
     except ValueError:
         return False
 

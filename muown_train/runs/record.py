@@ -17,18 +17,29 @@ from muown_train.config.compose import flatten
 from muown_train.config.renamed_names import update_stored_config
 from muown_train.config.resume_check import DATA_IDENTITY
 from muown_train.config.run_name import defines_run
+from muown_train.config.stored_files import COUNT, MAPPING, NUMBER, TEXT, Kind, allow_null, check_entries
 from muown_train.runs.archive_files import RunArchive, list_archives
 from muown_train.runs.metrics import Line, parse_metrics
 from muown_train.runs.status import read_status
-from muown_train.runtime.atomic_files import try_read_json
+from muown_train.runtime.atomic_files import check_depth, open_regular, read_regular, try_read_json
 
 SMOOTHED = 0.02  # share of a run's steps over which a smoothed training loss is averaged
 ABSENT = "—"  # stands in tables for a missing value
 
 # settings that older runs lack: the end of the `_target_` they belong to, and the default that those runs used
 _ADDED_LATER = {"model.init_std": ("GPT", 0.02), "optim.magnitude_lr_scale": ("Muown", 1.0)}
+_MAX_CONFIG = 1 << 20  # bytes of config.yaml, which takes a microsecond a byte to read
 _TAIL_BYTES = 10_000  # bytes at the end of metrics.jsonl that usually hold the last value of every key
 _YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf's own takes a tenth of a second for a file
+
+# settings that tables compute with, or that name code
+_CONFIG: dict[str, Kind] = {
+    "model|data|optim|schedule": MAPPING,
+    "batch_tokens|seq_len|seed": COUNT,
+    "tokens|tokens_per_parameter": allow_null(NUMBER),
+    "name": allow_null(TEXT),
+}
+_MANIFEST: dict[str, Kind] = {"data|settings": MAPPING, "ranks|parameters": COUNT, "device": TEXT}
 
 Series = tuple[np.ndarray, np.ndarray]  # two arrays of float64 (N,)
 
@@ -73,7 +84,7 @@ class RunRecord:
             return []
 
     def _open(self, path: str) -> BinaryIO:
-        return self.archive.open_file(self.name, path) if self.archive else (self.folder / path).open("rb")
+        return self.archive.open_file(self.name, path) if self.archive else open_regular(self.folder / path)
 
     @property
     def name(self) -> str:
@@ -197,7 +208,15 @@ def read_run(folder: str | Path) -> RunRecord:
     folder = Path(folder)
     if not folder.exists() and folder.name in (archive := RunArchive(folder.parent)).entries:
         return _make_archived_record(archive, folder.name)
-    return RunRecord(folder, read_config(folder), try_read_json(folder / "manifest.json"), read_status(folder))
+    return RunRecord(folder, read_config(folder), read_manifest(folder), read_status(folder))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the content of manifest.json; {} if there is none, or if it holds what no run writes."""
+    try:
+        return check_entries(try_read_json(folder / "manifest.json"), _MANIFEST)
+    except ValueError:
+        return {}
 
 
 def read_archived_runs(folder: Path) -> list[RunRecord]:
@@ -232,17 +251,21 @@ def read_stored_config(folder: Path) -> dict[str, Any]:
         raise NoRun(f"{folder} {hint or 'is no folder: give that of a run, such as runs/NAME'}")
     file = folder / "config.yaml"
     try:
-        config = _YamlLoader(file.read_text()).get_single_data()
+        config = _YamlLoader(read_regular(file, _MAX_CONFIG)).get_single_data()
+        check_depth(config)
     except FileNotFoundError:
         hint = f": did you mean {folder}/*?" if any(folder.glob("*/config.yaml")) else ""
         raise NoRun(f"{folder} is no run's folder, it has no config.yaml{hint}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError) as error:  # an odd timestamp has no attribute in PyYAML
         raise NoRun(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
     except yaml.YAMLError as error:
         raise NoRun(f"{file} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(config, dict):
         raise NoRun(f"{file} does not hold settings")
-    return config
+    try:
+        return check_entries(config, _CONFIG)
+    except ValueError as error:
+        raise NoRun(f"{file} cannot be used: {error}") from None
 
 
 def _collect_columns(lines: Sequence[Line]) -> dict[str, Series]:

@@ -7,6 +7,7 @@ status.json    {"state", "reason", "step", "steps", "time"}; the states are runn
 starts.jsonl   a line for each start: {"job", "failed_at", "time"}
 """
 
+import errno
 import json
 import os
 import time
@@ -17,8 +18,12 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from muown_train.runs.metrics import Metrics
-from muown_train.runtime.atomic_files import try_read_json, write_atomic
+from muown_train.config.stored_files import COUNT, NUMBER, TEXT, Kind, allow_null, check_entries
+from muown_train.runs.metrics import FolderChangedError, Metrics
+from muown_train.runtime.atomic_files import parse_json, read_regular, try_read_json, write_atomic
+
+_STATUS: dict[str, Kind] = {"state|reason": TEXT, "step|steps": COUNT, "time": NUMBER}
+_START: dict[str, Kind] = {"job": allow_null(TEXT), "failed_at": allow_null(NUMBER), "time": NUMBER}
 
 
 @dataclass(frozen=True)
@@ -38,14 +43,29 @@ class FolderInUse(ValueError):
 
 
 def write_status(folder: Path, outcome: Outcome, step: int, steps: int) -> None:
-    """Replace status.json."""
+    """Replace status.json.
+
+    Raises:
+        OSError: it cannot be written; on a full disk only if there is no status.json whose place can be used.
+    """
     status = {"state": outcome.state, "reason": outcome.reason, "step": step, "steps": steps, "time": time.time()}
-    write_atomic(folder / "status.json", (json.dumps(status) + "\n").encode())
+    path, content = folder / "status.json", (json.dumps(status) + "\n").encode()
+    try:
+        write_atomic(path, content)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        with path.open("r+b") as file:  # the block that the file has takes the new content on most file systems
+            file.write(content)
+            file.truncate()
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """Return the content of status.json; {} if there is none or it cannot be read."""
-    return try_read_json(folder / "status.json")
+    """Return the content of status.json; {} if there is none, or if it holds what no run writes."""
+    try:
+        return check_entries(try_read_json(folder / "status.json"), _STATUS)
+    except ValueError:
+        return {}
 
 
 def lock_folder(folder: Path) -> FileLock:
@@ -61,6 +81,46 @@ def lock_folder(folder: Path) -> FileLock:
     except Timeout:
         raise FolderInUse(f"{folder} is being trained by another process: wait for it, or give another name") from None
     return lock
+
+
+class FolderGuard:
+    """Notices that the folder of a run, or the lock in it, is no longer the one that this process locked.
+
+    Somebody may have moved or removed it, and put another in its place. The folder and its lock stay open, so that a
+    file system cannot give their numbers to others.
+
+    Args:
+        folder: the folder of a run, whose lock this process holds.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.lock = folder, os.stat(folder / ".lock")
+        self._descriptor = os.open(folder, os.O_RDONLY)
+
+    def check(self) -> None:
+        """Raise FolderChangedError if the folder or its lock has been moved, removed or replaced."""
+        if not _is_same(self.folder, os.fstat(self._descriptor)):
+            raise FolderChangedError(
+                f"{self.folder} was moved, removed or replaced while this run was training: nothing more is saved; "
+                "once it is back in its place, the same command goes on from the last checkpoint"
+            )
+        if not _is_same(self.folder / ".lock", self.lock):
+            raise FolderChangedError(
+                f"{self.folder}/.lock was removed or replaced while this run was training, so that another process may "
+                "train there: nothing more is saved; when none does, the same command goes on from the last checkpoint"
+            )
+
+    def close(self) -> None:
+        """End the guard."""
+        os.close(self._descriptor)
+
+
+def _is_same(path: Path, stat: os.stat_result) -> bool:
+    """Return whether a path still leads to the same file or folder."""
+    try:
+        return os.path.samestat(path.stat(), stat)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def count_start(folder: Path, give_up_after: int) -> None:
@@ -99,9 +159,9 @@ def count_start(folder: Path, give_up_after: int) -> None:
 def _read_starts(path: Path) -> list[dict[str, Any]]:
     """Return the starts recorded so far; a line that a full disk or a crash has cut off is left out."""
     starts = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    for line in read_regular(path).splitlines() if os.path.lexists(path) else []:
         with suppress(ValueError):
-            start = json.loads(line)
-            if isinstance(start, dict) and start.keys() >= {"job", "failed_at", "time"}:
+            start = check_entries(parse_json(line), _START)
+            if start.keys() >= _START.keys():
                 starts.append(start)
     return starts

@@ -1,14 +1,24 @@
-"""Write files and folders so that they are complete or absent, whenever the process or the machine stops."""
+"""Write files and folders so that they are complete or absent, whenever the process or the machine stops.
+
+Files that others wrote are read here too: regular files alone, and JSON of a bounded size and depth.
+"""
 
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import BufferedReader
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 PARTIAL = ".partial"  # the ending of names of incomplete files
+MAX_BYTES = 1 << 26  # bytes of a file of JSON or YAML
+MAX_DEPTH = 50  # levels of nested lists and mappings
+MAX_VALUES = 10_000_000  # values on one level, which YAML's aliases could repeat without end
+MAX_DIGITS = 40  # digits of a whole number: any such number is a finite float
 
 
 def sync_to_disk(path: Path) -> None:
@@ -43,19 +53,117 @@ def write_atomic(path: Path, content: bytes) -> None:
     At any time the file is either as before or complete. On return it is on the disk.
     """
     partial = clear_path(path.with_name(path.name + PARTIAL))
-    partial.write_bytes(content)
-    sync_to_disk(partial)
-    os.replace(partial, path)
-    sync_to_disk(path.parent)
+    try:
+        partial.write_bytes(content)
+        sync_to_disk(partial)
+        os.replace(partial, path)
+        sync_to_disk(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)  # a full disk is met while writing, where no name is known
+        raise
+
+
+def open_regular(path: Path, follow_link: bool = False) -> BufferedReader:
+    """Open a regular file for reading. Opening a pipe might wait for ever, and a device has no end.
+
+    Args:
+        follow_link: whether the file may be a symbolic link, as in the cache of the hub; in a run's folder a link
+            might lead anywhere.
+
+    Raises:
+        ValueError: it is a link, a folder, a pipe or a device.
+        OSError: it cannot be opened, or is missing.
+    """
+    mode = (os.stat if follow_link else os.lstat)(path).st_mode
+    if not stat.S_ISREG(mode):
+        kind = "a symbolic link" if stat.S_ISLNK(mode) else "a folder" if stat.S_ISDIR(mode) else "a pipe or device"
+        raise ValueError(f"{path} is {kind}, and must be a regular file")
+    return path.open("rb")
+
+
+def read_regular(path: Path, longest: int = MAX_BYTES, follow_link: bool = False) -> bytes:
+    """Return the content of a regular file of a bounded size.
+
+    Args:
+        longest: the most bytes that the file may have.
+
+    Raises:
+        ValueError: it is no regular file (see `open_regular`), or has more bytes.
+        OSError: it cannot be read.
+    """
+    with open_regular(path, follow_link) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > longest:
+            raise ValueError(f"{path} has {size:,} bytes, and may have {longest:,} at most")
+        return file.read()
+
+
+def check_depth(tree: Any) -> None:
+    """Check that nested lists and mappings can be walked through, also where one of them contains itself.
+
+    Raises:
+        ValueError: they are nested too deeply, or hold too many values.
+    """
+    level = [tree]
+    for _ in range(MAX_DEPTH):
+        inner = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
+        level = list(islice(chain.from_iterable(inner), MAX_VALUES + 1))
+        if len(level) > MAX_VALUES:
+            raise ValueError(f"it holds more than {MAX_VALUES:,} values")
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"it holds a whole number of {len(digits)} digits")
+    return int(digits)
+
+
+_DECODER = json.JSONDecoder(parse_int=_parse_int)
+
+
+def parse_json(content: bytes) -> Any:
+    """Return the value of a JSON text that may be damaged, or a stranger's.
+
+    Raises:
+        ValueError: it is no JSON in UTF-8, is nested too deeply, or holds a number of too many digits.
+    """
+    try:
+        value = _DECODER.decode(content.decode())
+    except RecursionError:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep") from None
+    if content.count(b"[") + content.count(b"{") > MAX_DEPTH:
+        check_depth(value)
+    return value
+
+
+def read_json(path: Path, follow_link: bool = False) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        ValueError: the file holds something else, or see `read_regular` and `parse_json`; the message names it.
+        OSError: it cannot be read.
+    """
+    content = read_regular(path, follow_link=follow_link)
+    try:
+        value = parse_json(content)
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is no JSON object")
+    return value
 
 
 def try_read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or {} if there is none or it cannot be read."""
     try:
-        value = json.loads(path.read_text())
+        return read_json(path)
     except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 @contextmanager

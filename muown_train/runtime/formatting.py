@@ -1,6 +1,19 @@
-"""Numbers as text for people: one function for each kind of number."""
+"""Numbers and stored text as text for people: one function for each kind."""
 
 import math
+import re
+
+# control characters except tab and newline, and halves of surrogate pairs, which no terminal can show
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def escape_controls(text: str) -> str:
+    """Return text in which control characters are spelt out, such as \\x1b, which begins the commands of terminals.
+
+    Text that is stored, or drawn from a model, may otherwise move the cursor, change the title or hide what stands
+    around it. Tabs and newlines stay.
+    """
+    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def format_perplexity(value: float) -> str:

@@ -12,9 +12,10 @@ from muown_train.data.sources import TrainingData
 from muown_train.data.text.tokenizer import TOKENIZER
 from muown_train.models.language_model import LanguageModel
 from muown_train.runs import manifest
+from muown_train.runs.checkpoint_reader import print_warning
 from muown_train.runs.metrics import Sink
-from muown_train.runs.status import Outcome, read_status, write_status
-from muown_train.runtime.atomic_files import write_atomic
+from muown_train.runs.status import FolderGuard, Outcome, read_status, write_status
+from muown_train.runtime.atomic_files import read_regular, write_atomic
 from muown_train.runtime.redaction import redact
 from muown_train.training.trainer import Trainer
 
@@ -34,6 +35,7 @@ class Run:
     metadata: dict[str, Any]  # content of the manifest; this and the fields below are set on the main rank only
     sinks: list[Sink]
     lock: FileLock | None  # the lock of the folder
+    guard: FolderGuard | None = None
 
     def resume(self) -> Outcome | None:
         """Load the newest checkpoint and, unless the run has ended, write the manifest and start the sinks.
@@ -45,9 +47,12 @@ class Run:
             How the run ended before, if it did.
         """
         trainer = self.trainer
+        if trainer.metrics:
+            self.guard = FolderGuard(self.folder)
+            trainer.metrics.check_folder = self.guard.check
         status = trainer.world.gather(read_status(self.folder))[0]
         if status.get("state") == "diverged":
-            return Outcome("diverged", status["reason"])
+            return Outcome("diverged", status.get("reason", ""))
         if trainer.resume(self.source_checkpoint):
             if status.get("state") != "finished":  # killed before it could say so
                 self._write_status(Outcome("finished"))
@@ -57,6 +62,7 @@ class Run:
             if self.data.tokenizer.raw is not None:  # everyone who uses the model needs it
                 write_atomic(self.folder / TOKENIZER, self.data.tokenizer.raw)
             manifest.show(self.metadata, self.folder)
+            self._warn_of_missing_lines()
             if trainer.step:
                 print(f"  going on after step {trainer.step:,}{self._describe_source()}", flush=True)
             self._start_sinks()
@@ -69,6 +75,7 @@ class Run:
             with self.trainer.stop:
                 outcome = self.trainer.fit()
         except BaseException as error:
+            self.trainer.checkpoints.abandon()
             with suppress(OSError):  # the disk may be full, and the error says so
                 reason = redact(str(error))[:MAX_REASON] or type(error).__name__
                 self._write_status(Outcome("failed", reason))
@@ -81,8 +88,22 @@ class Run:
         self.trainer.loader.close()
         for sink in self.trainer.sinks:
             sink.finish({})  # has no effect after the first time
+        if self.guard:
+            self.guard.close()
         if self.lock:
             self.lock.release()
+
+    def _warn_of_missing_lines(self) -> None:
+        """Say which steps before the checkpoint have no line in metrics.jsonl: a run never writes them again."""
+        trainer, origin = self.trainer, self.metadata.get("origin")
+        first = origin.get("step", 0) if origin else 0
+        written = {line["step"] for line in trainer.metrics.read()} if trainer.metrics else set()
+        missing = [step for step in range(first + 1, trainer.step + 1) if step not in written]
+        if missing:
+            print_warning(
+                f"{self.folder}/metrics.jsonl lacks {len(missing):,} of the lines up to step {trainer.step:,}, from "
+                f"step {missing[0]:,} to step {missing[-1]:,}: it was changed, and the run goes on without them"
+            )
 
     def _describe_source(self) -> str:
         if not self.source_checkpoint:
@@ -100,8 +121,10 @@ class Run:
         for sink in self.sinks:
             sink.start(self.folder, self.config.to_dict(), self.trainer.settings.steps)
         if file.exists():
-            metadata["wandb_id"] = file.read_text().strip()
+            metadata["wandb_id"] = read_regular(file).decode().strip()
 
     def _write_status(self, outcome: Outcome) -> None:
         if self.trainer.world.is_main:
+            if self.guard:
+                self.guard.check()
             write_status(self.folder, outcome, self.trainer.step, self.trainer.settings.steps)

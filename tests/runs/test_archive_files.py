@@ -92,7 +92,7 @@ def test_archives_that_are_absent_or_broken(path, tmp_path):
     Path(f"{path}.tar.xz").unlink()
     assert read_run(path / "a").damage == "metrics.jsonl ends at step 0, the run at step 3"
     Path(f"{path}.json").write_text("<<<<<<< HEAD\n{}")
-    with pytest.raises(ValueError, match=r"some\.experiment\.json cannot be read: .*restore it"):
+    with pytest.raises(ValueError, match=r"some\.experiment\.json is no JSON: .*restore it"):
         read_archived_runs(path.parent)
 
 

@@ -73,6 +73,7 @@ def test_without_a_rewind_only_a_part_of_a_line_is_cut_off(cut):
         metrics.append(some_lines(0, 5))
         text = metrics.path.read_bytes()[:cut]
         metrics.path.write_bytes(text)
+        metrics = Metrics(Path(name))
         whole = len(metrics.read())
         metrics.append(some_lines(whole, 7))
         assert steps(metrics.path) == list(range(8))

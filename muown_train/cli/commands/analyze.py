@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from muown_train.cli.errors import CommandParser, report_errors
 from muown_train.config.compose import CONFIG_DIR
+from muown_train.runtime.formatting import escape_controls
 
 if TYPE_CHECKING:
     from muown_train.runs.saved_run import SavedRun
@@ -78,12 +79,12 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
 
 def analyze(arguments: argparse.Namespace, world: "World") -> None:
     """Measure each checkpoint that has no result yet, and print the results of all."""
-    from muown_train.analysis.checkpoints import FOLDER, Results, identify_checkpoint, open_checkpoints
+    from muown_train.analysis.checkpoints import Results, check_results_folder, identify_checkpoint, open_checkpoints
     from muown_train.analysis.gradient_noise import discard_scratch
 
     checkpoints = [saved for run in arguments.runs for saved in open_checkpoints(run, arguments.steps, arguments.all)]
     for saved in checkpoints:
-        folder = arguments.out / saved.folder.resolve().name if arguments.out else saved.folder / FOLDER
+        folder = arguments.out / saved.folder.resolve().name if arguments.out else check_results_folder(saved.folder)
         results = Results(folder / f"{arguments.kind}.jsonl")
         settings = collect_settings(arguments, saved)
         key = {"step": saved.step, "checkpoint": identify_checkpoint(saved), **settings}
@@ -98,8 +99,9 @@ def analyze(arguments: argparse.Namespace, world: "World") -> None:
                     world.run_on_main(partial(discard_scratch, scratch))
         if world.is_main:
             title = f"{saved.folder}, after step {saved.step:,}"
-            print("\n".join([title, *format_table(arguments.kind, {k: v for k, v in line.items() if k not in key})]))
-            print(f"{results.path}\n", flush=True)
+            numbers = {k: v for k, v in line.items() if k not in key and isinstance(v, float)}
+            table = format_table(arguments.kind, numbers)
+            print(escape_controls("\n".join([title, *table, f"{results.path}\n"])), flush=True)
 
 
 @contextmanager
@@ -203,7 +205,7 @@ def format_table(kind: str, numbers: Mapping[str, float]) -> list[str]:
             every_layer = ".".join("*" if part.isdigit() else part for part in name.split("."))
             rows[every_layer][quantity or "effective rank"].append(value)
     columns = [column for column in COLUMNS[kind] if any(column[0] in quantities for quantities in rows.values())]
-    width = max(map(len, rows)) + 2
+    width = max(map(len, rows), default=0) + 2
     lines = ["  " + " " * width + "".join(f"{title:>16}" for _, title, _ in columns)]
     for name, quantities in rows.items():
         cells = (f"{take(quantities[key]):16.5g}" if key in quantities else " " * 16 for key, _, take in columns)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from muown_train.cli.errors import CommandParser, report_errors
 from muown_train.config.run_name import check_new_folder
+from muown_train.runtime.formatting import escape_controls
 
 
 def main(words: Sequence[str]) -> None:
@@ -61,4 +62,4 @@ def write_average(arguments: argparse.Namespace, steps: list[int] | None) -> Non
     origin = {"average_of": {"run": str(run), "steps": steps, "shares": shares, "ema": decay}, "parameters": parameters}
     write_run(out, weights, config, saved.step, saved.data, tokenizer, origin)
     kind = "mean" if decay is None else f"exponential moving average, decay {decay:g},"
-    print(f"{out}: {kind} of {len(steps)} checkpoints, {parameters:,} parameters")
+    print(escape_controls(f"{out}: {kind} of {len(steps)} checkpoints, {parameters:,} parameters"))

@@ -22,6 +22,7 @@ from muown_train.cli.errors import CommandParser, report_errors
 from muown_train.experiments.compare import MAX_SIDE_BY_SIDE, Comparison, compare_runs, describe_state
 from muown_train.runs.archive_files import find_archived_runs
 from muown_train.runs.record import NoRun, RunRecord, read_run
+from muown_train.runtime.formatting import escape_controls
 
 
 def main(words: Sequence[str]) -> None:
@@ -77,7 +78,7 @@ def read_runs(paths: Iterable[Path]) -> list[RunRecord]:
     if not runs:
         raise ValueError(faults[0])
     for fault in faults:
-        print(f"passed over: {fault}", file=sys.stderr)
+        print(escape_controls(f"passed over: {fault}"), file=sys.stderr)
     return runs
 
 
@@ -91,5 +92,5 @@ def print_comparison(comparison: Comparison, runs: Iterable[RunRecord], out: Pat
         print(f"what differs: {out}/compare.md")
     for run in runs:
         if run.state != "finished":
-            print(f"{run.name}: {describe_state(run)}")
-    print("\n".join(comparison.list_notes()))
+            print(escape_controls(f"{run.name}: {describe_state(run)}"))
+    print(escape_controls("\n".join(comparison.list_notes())))

@@ -27,6 +27,7 @@ from muown_train.config.checks import check_int
 from muown_train.config.compose import load_config
 from muown_train.config.overrides import split_settings
 from muown_train.runtime.atomic_files import write_atomic
+from muown_train.runtime.formatting import escape_controls
 from muown_train.runtime.progress import Progress, StatusLine
 
 if TYPE_CHECKING:
@@ -143,8 +144,9 @@ def evaluate(
         if not complete:
             break
     if results:
-        print(f"text: {text.name if text else 'held out in training'}")
-        print("\n".join([*report.format_table(results, labels), "", *report.format_notes(results, text is None)]))
+        head = f"text: {text.name if text else 'held out in training'}"
+        notes = report.format_notes(results, text is None)
+        print(escape_controls("\n".join([head, *report.format_table(results, labels), "", *notes])))
         if file:
             content = report.replace_nonfinite({"text": text and text.name, "runs": results})
             write_atomic(file, (json.dumps(content, indent=1) + "\n").encode())

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from muown_train.cli.errors import CommandParser, report_errors
+from muown_train.runtime.formatting import escape_controls
 
 _EXPORT = """Write a run as a folder that Hugging Face's transformers load: `muown-train export runs/NAME`.
 
@@ -36,7 +37,7 @@ def main_export(words: Sequence[str]) -> None:
 
         saved = open_run(arguments.run, arguments.step)
         out = arguments.out or saved.folder / "hf"
-        print(f"{saved.folder} after step {saved.step:,} -> {out}", flush=True)
+        print(escape_controls(f"{saved.folder} after step {saved.step:,} -> {out}"), flush=True)
         summary = export_run(saved, out, getattr(torch, arguments.dtype))
         names = ", ".join(sorted(path.name for path in out.iterdir()))
     cut = f" ({summary['cut']} padded rows cut off)" * bool(summary["cut"])
@@ -61,4 +62,4 @@ def main_import(words: Sequence[str]) -> None:
     print(f"  {imported.model['_target_'].rpartition('.')[2]}, {imported.parameters:,} parameters")
     if imported.tokenizer is None:
         print("  no tokenizer.json there: the run can be trained on, but neither sampled nor exported")
-    print(f"  to train on: muown-train init_from={arguments.out} {' '.join(overrides)} data=…")
+    print(escape_controls(f"  to train on: muown-train init_from={arguments.out} {' '.join(overrides)} data=…"))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from muown_train.cli.errors import INTERRUPTED, CommandParser, exit_with, report_errors
+from muown_train.runtime.formatting import escape_controls
 
 
 def main(words: Sequence[str]) -> None:
@@ -95,5 +96,5 @@ def take_until(end: int, tokens: Iterator[int], drawn: list[int]) -> Iterator[in
 
 
 def write(text: str) -> None:
-    """Write text to standard output at once."""
-    print(text, end="", flush=True)
+    """Write text to standard output at once. A model may draw control characters, and a pipe may end at a terminal."""
+    print(escape_controls(text), end="", flush=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from muown_train.runs.record import ABSENT
+from muown_train.runtime.formatting import escape_controls
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -49,10 +50,11 @@ class Table:
                 del widths[name]
         table = RichTable(title=Text(self.title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for i, name in enumerate(widths):
-            table.add_column(Text(name), justify="right" if i else "left", overflow="fold")
+            table.add_column(Text(escape_controls(name)), justify="right" if i else "left", overflow="fold")
         for row in self.rows:
             cells = dict(zip(self.head, row, strict=True))
-            table.add_row(*(Text(cells[name]) for name in widths))  # Text is no markup: names contain brackets
+            # Text is no markup: names contain brackets
+            table.add_row(*(Text(escape_controls(cells[name])) for name in widths))
         return table
 
 

@@ -1,6 +1,5 @@
 """Read a folder of `transformers` as weights and settings of this package, or say in a sentence what does not fit."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,13 +13,16 @@ from torch import Tensor
 
 from muown_train.config.checks import check_int
 from muown_train.config.instantiate import bind_target
+from muown_train.config.stored_files import TEXT, Kind, check_entries
 from muown_train.data.text.tokenizer import TOKENIZER, fingerprint_tokenizer
 from muown_train.models.language_model import LanguageModel
 from muown_train.runs.checkpoint import ModelState
 from muown_train.runs.checkpoint_reader import check_finite
 from muown_train.runs.hf import layouts
 from muown_train.runs.hf.config_json import ORIGIN
+from muown_train.runtime.atomic_files import open_regular, parse_json, read_regular
 
+_ORIGIN: dict[str, Kind] = {"run|tokenizer_hash": TEXT}
 _IGNORED = re.compile(r"^lm_head\.weight$|\.rotary_emb\.inv_freq$")  # tied weight; constant of old versions
 
 
@@ -60,11 +62,12 @@ def read_transformers_folder(path: Path) -> TransformersFolder:
         model = {"_target_": layout.TARGET, **layout.to_settings(config)}
         weights = layout.import_weights(_select_weights(_read_weights(path), model, layout), model)
         origin = _read_json(path / ORIGIN) if (path / ORIGIN).exists() else {}
+        check_entries(origin, _ORIGIN)
         if "step" in origin:
             origin["step"] = check_int(f"{ORIGIN}: step", origin["step"], 0)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    tokenizer = (path / TOKENIZER).read_bytes() if (path / TOKENIZER).exists() else None
+    tokenizer = read_regular(path / TOKENIZER, follow_link=True) if (path / TOKENIZER).exists() else None
     fingerprint = fingerprint_tokenizer(tokenizer) if tokenizer else None
     return TransformersFolder(model, weights, tokenizer, origin.get("tokenizer_hash", fingerprint), origin)
 
@@ -100,7 +103,7 @@ def _select_weights(
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_regular(path, follow_link=True))
     except ValueError as error:
         raise ValueError(f"{path.name} is no JSON: {error}") from None
     if not isinstance(content, dict):
@@ -112,6 +115,7 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for file in sorted(path.glob("model*.safetensors")):
         try:
+            open_regular(file, follow_link=True).close()
             weights |= load_file(file)
         except SafetensorError as error:
             raise ValueError(f"{file.name} is damaged: {error}") from None

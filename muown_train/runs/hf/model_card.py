@@ -1,6 +1,5 @@
 """The model card of an export, made from the run's folder alone."""
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from muown_train.config.checks import is_number
 from muown_train.runs.metrics import read_metrics
 from muown_train.runs.saved_run import SavedRun
+from muown_train.runtime.atomic_files import read_json
 
 _HEAD = """---
 library_name: transformers
@@ -40,12 +40,12 @@ def render_model_card(saved: SavedRun, summary: Mapping[str, Any], settings: Map
         ValueError: a file of the run's folder cannot be understood.
     """
     try:
-        manifest = json.loads((saved.folder / "manifest.json").read_text())
-    except (OSError, ValueError):  # whoever copied the run may have left it out
-        manifest = {}
-    try:
+        try:
+            manifest = read_json(saved.folder / "manifest.json")
+        except FileNotFoundError:  # whoever copied the run may have left it out
+            manifest = {}
         training = list(_describe_training(saved, manifest))
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ValueError(
             f"{saved.folder}: manifest.json or metrics.jsonl holds what no run writes ({error})"
         ) from error
