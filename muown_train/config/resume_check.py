@@ -9,7 +9,7 @@ from muown_train.config.renamed_names import update_stored_config
 from muown_train.runtime.redaction import redact_tree
 
 # entries of a run's data metadata that tell its data from others
-DATA_IDENTITY = ("content", "tokenizer_hash", "revision", "held_out_content")
+DATA_IDENTITY = ("content", "tokenizer_hash", "end_of_text", "special_tokens", "revision", "held_out_content")
 # dotted keys of the configuration that must stay as they were
 _FIXED = (
     *("model", "data", "seq_len", "batch_tokens", "seed", "init_from", "checkpoint"),
@@ -69,6 +69,13 @@ def check_same_data(folder: Path, metadata: Mapping[str, Any] | None, data: Mapp
     """
     for key in DATA_IDENTITY if metadata else ():
         old, new = _get(metadata, f"data.{key}"), redact_tree(data.get(key))
+        if old != new and key == "tokenizer_hash":
+            raise ValueError(
+                f"{folder} holds a run with another tokenizer ({_get(metadata, 'data.tokenizer')} of "
+                f"{_get(metadata, 'data.vocabulary')} entries, hash {old}; this one is {data.get('tokenizer')} of "
+                f"{data.get('vocabulary')}, hash {new}): give it another name, or go on with the run's own by "
+                f"data.tokenizer={folder / 'tokenizer.json'}"
+            )
         if old != new:
             raise ValueError(
                 f"{folder} holds a run on other data ({key} was {old}, is {new}): "

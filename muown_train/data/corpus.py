@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from muown_train.data.cache import build_once
-from muown_train.data.text import train_bpe as bpe
-from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer, Tokenizer, choose_dtype, encode_documents
+from muown_train.data.text.tokenizer import TOKENIZER, Tokenizer, choose_dtype, encode_documents
+from muown_train.data.text.train_bpe import BpeRecipe
 from muown_train.data.token_file import TokenWriter, read_tokens
 from muown_train.runtime.progress import Progress, StatusLine
 
@@ -28,29 +28,29 @@ class Corpus:
     train: np.ndarray  # 1-D ids, uint16 or uint32; each document ends with end-of-text
     valid: np.ndarray
     tokenizer: Tokenizer
-    index: dict[str, Any]  # "train", "valid": documents, tokens, text (hash); "train_counts" of each id
+    index: dict[str, Any]  # "train", "valid": see SplitWriter.close; "train_counts" of each id
 
 
 def tokenize_corpus(
-    folder: Path, documents: SplitDocuments, tokenizer: Tokenizer | None, progress: Callable[[str], None]
+    folder: Path, documents: SplitDocuments, tokenizer: Tokenizer | BpeRecipe, progress: Callable[[str], None]
 ) -> Corpus:
     """Return the corpus cached in `folder`, which is written first if it is absent or damaged.
 
-    Without a tokenizer the 4096-entry BPE is trained on the documents that are not held out.
+    Args:
+        tokenizer: one that exists, or what to train on the documents that are not held out.
     """
 
     def build(partial: Path) -> dict[str, Any]:
-        used = tokenizer
-        if used is None:
-            progress(f"training a tokenizer of {bpe.SIZE} entries on the data")
-            raw = bpe.train_bpe(lambda: (text for text, held in documents() if not held))
-            (partial / TOKENIZER).write_bytes(raw)
-            used = HubTokenizer(bpe.NAME, raw)
-        return _write_splits(partial, documents(), used)
+        if not isinstance(tokenizer, BpeRecipe):
+            return _write_splits(partial, documents(), tokenizer)
+        progress(f"training a tokenizer of {tokenizer.size} entries on the data")
+        raw = tokenizer.train(lambda: (text for text, held in documents() if not held))
+        (partial / TOKENIZER).write_bytes(raw)
+        return _write_splits(partial, documents(), tokenizer.load(raw))
 
     index = build_once(folder, build, progress)
-    if tokenizer is None:
-        tokenizer = HubTokenizer(bpe.NAME, (folder / TOKENIZER).read_bytes())
+    if isinstance(tokenizer, BpeRecipe):
+        tokenizer = tokenizer.load((folder / TOKENIZER).read_bytes())
     return Corpus(read_tokens(folder / "train.bin"), read_tokens(folder / "valid.bin"), tokenizer, index)
 
 
@@ -71,6 +71,8 @@ class SplitWriter:
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self.counts = np.zeros(tokenizer.size, dtype=np.int64)
         self.documents = 0
+        self._tokenizer = tokenizer
+        self._spelt: Counter[str] = Counter()  # special token -> documents that spell it
         self._hash = hashlib.blake2b(digest_size=16)
         self._writer = TokenWriter(path, choose_dtype(tokenizer.size))
 
@@ -85,13 +87,35 @@ class SplitWriter:
             raw = text.encode()
             self._hash.update(len(raw).to_bytes(8, "little") + raw)
             self.documents += 1
+            self._spelt.update(self._tokenizer.find_spelt_tokens(text))
         self._writer.write(ids)
         np.add.at(self.counts, ids, 1)
 
     def close(self) -> dict[str, Any]:
-        """Complete the file and return its entry in the index."""
+        """Complete the file and return its entry in the index.
+
+        The entry has the number of `tokens` and `documents`, a hash of the `text`, and where documents spell special
+        tokens that are encoded as text, `spelt`: the number of such documents for each of the tokens.
+        """
         self._writer.close()
-        return {"tokens": self.tokens, "documents": self.documents, "text": self._hash.hexdigest()}
+        entry = {"tokens": self.tokens, "documents": self.documents, "text": self._hash.hexdigest()}
+        return entry | ({"spelt": dict(sorted(self._spelt.items()))} if self._spelt else {})
+
+
+def report_spelt_tokens(
+    entries: Iterable[Mapping[str, Any]], tokenizer: Tokenizer, progress: Callable[[str], None]
+) -> None:
+    """Say which special tokens the documents of some entries of an index spell, if any do."""
+    spelt: Counter[str] = Counter()
+    for entry in entries:
+        spelt.update(entry.get("spelt", {}))
+    if spelt:
+        shown = ", ".join(f"{token} in {count:,} documents" for token, count in spelt.most_common(5))
+        more = f" and {len(spelt) - 5} more" if len(spelt) > 5 else ""
+        progress(
+            f"the text spells special tokens of tokenizer {tokenizer.name}: {shown}{more}; they are encoded as the "
+            "letters that they are, and data.special_tokens=true takes them as tokens"
+        )
 
 
 def encode_labelled(documents: Iterable[tuple[str, T]], tokenizer: Tokenizer) -> Generator[tuple[str, T, np.ndarray]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -32,12 +33,16 @@ class NumberTokenizer:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.options: dict[str, Any] = {}
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [[int(word) for word in text.split()] for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
+
+    def find_spelt_tokens(self, text: str) -> set[str]:
+        return set()
 
 
 def random_tokens(*, run: RunInfo) -> TrainingData:
@@ -52,7 +57,7 @@ def random_tokens(*, run: RunInfo) -> TrainingData:
     metadata = {"data": "random", "content": "random", **describe_tokenizer(tokenizer)}
     return TrainingData(
         RandomRows(run.vocab_size, run.seq_len, run.seed),
-        take_held_out_ids(ids, run.valid_tokens),
+        take_held_out_ids(ids, "data=random", run),
         tokenizer,
         metadata,
         float(np.log(run.vocab_size)),

@@ -98,10 +98,14 @@ class TokenRows(RowSource):
         for row, part, begin in zip(result, parts.tolist(), (starts - self._begins[parts]).tolist(), strict=True):
             filled = 0
             while filled < length:  # more than once for a row that ends in a later part
-                ids = self._parts[part][begin : begin + length - filled]
+                ids = self.read_part(part, begin, begin + length - filled)
                 row[filled : filled + len(ids)] = ids
                 filled, part, begin = filled + len(ids), part + 1, 0
         return result
+
+    def read_part(self, part: int, begin: int, end: int) -> np.ndarray:
+        """Return the ids from number `begin` up to `end` of one of the parts that are not empty, or to its end."""
+        return self._parts[part][begin:end]
 
     def shuffle(self, indices: Sequence[int]) -> np.ndarray:
         """Return for each row of the run which row of the tokens it is, uint64."""

@@ -11,23 +11,31 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from muown_train.config.checks import check_choice
 from muown_train.config.instantiate import bind_target
-from muown_train.data.cache import fingerprint, fingerprint_files
-from muown_train.data.corpus import Corpus, SplitDocuments, compute_unigram_loss, tokenize_corpus
+from muown_train.data.cache import build_once, fingerprint, fingerprint_files, locate_cache
+from muown_train.data.corpus import (
+    Corpus,
+    SplitDocuments,
+    compute_unigram_loss,
+    report_spelt_tokens,
+    tokenize_corpus,
+)
 from muown_train.data.rows import RowSource, TokenRows
-from muown_train.data.text import train_bpe as bpe
-from muown_train.data.text.documents import expand_globs, identify_file, read_documents
+from muown_train.data.text.documents import expand_globs, find_unreadable, identify_file, read_documents
 from muown_train.data.text.holdout import is_held_out, split_by_content
-from muown_train.data.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from muown_train.runtime.progress import print_line
+from muown_train.data.text.tokenizer import HubTokenizer, Tokenizer, check_vocabulary, load_tokenizer
+from muown_train.data.text.train_bpe import LEAST, MOST, BpeRecipe
+from muown_train.runtime.progress import StatusLine, print_line
 
 FROM_RUN = ["run"]  # the argument of every data function that the program gives and no setting can
+ON_BAD_FILE = ("error", "skip")  # what to do about files that cannot be read
 FORMAT = 2  # version of the cached tokens: raise it when the same input would give others
 NOT_LIBRARY = {  # folders of the standard library that are left out
     *("test", "tests", "idlelib", "idle_test", "lib2to3", "ensurepip", "turtledemo", "lib-dynload"),
@@ -77,7 +85,8 @@ def build_data(settings: Mapping[str, Any], run: RunInfo, trust: Sequence[str] =
 
 def stdlib(*, run: RunInfo) -> TrainingData:
     """Return the source text of Python's own standard library: a real corpus on every machine, without a network."""
-    check_vocabulary(bpe.NAME, bpe.SIZE, run.vocab_size)
+    recipe = BpeRecipe()  # always the same, so that results on these data compare
+    check_vocabulary(recipe.name, recipe.size, run.vocab_size)
     root = Path(sysconfig.get_path("stdlib"))
     paths = _find_library_files(root)
     if not paths:
@@ -89,7 +98,7 @@ def stdlib(*, run: RunInfo) -> TrainingData:
             yield text, is_held_out(path.relative_to(root).as_posix().encode())
 
     folder = run.cache / f"stdlib-{fingerprint(FORMAT, fingerprint_files(paths))}"
-    corpus = tokenize_corpus(folder, documents, None, run.progress)
+    corpus = tokenize_corpus(folder, documents, recipe, run.progress)
     return _make_training_data(corpus, "stdlib", run)
 
 
@@ -98,30 +107,134 @@ def files(
     valid: str | Sequence[str] | None = None,
     tokenizer: str | None = None,
     text: str = "text",
+    end_of_text: str | None = None,
+    special_tokens: bool = False,
+    on_bad_file: str = "error",
     *,
     run: RunInfo,
 ) -> TrainingData:
     """Return the text of local files, given by globs or folders, in any mix of what `text/documents.py` reads.
 
-    Without `valid` a fixed part is held out (text/holdout.py). Without `tokenizer` a BPE of 4096 entries is trained
-    on the rest.
+    Without `valid` a fixed part is held out (text/holdout.py). Without `tokenizer` a BPE of as many entries as the
+    model has is trained on the rest.
+
+    Args:
+        end_of_text, special_tokens: see HubTokenizer.
+        on_bad_file: "error", or "skip" for the data as if files that cannot be read did not exist.
 
     Raises:
-        ValueError: a key, glob, file or line is at fault; the message names it.
+        ValueError: a key, glob, file or line is at fault; the message names it, or all files that are.
     """
-    train_paths = expand_globs(train, "data.train", run.progress)
-    encoder = load_tokenizer(str(tokenizer)) if tokenizer else None
-    check_vocabulary(*((encoder.name, encoder.size) if encoder else (bpe.NAME, bpe.SIZE)), run.vocab_size)
-    valid_paths = expand_globs(valid, "data.valid", run.progress) if valid else []
+    encoder = choose_tokenizer(tokenizer, end_of_text, special_tokens, run.vocab_size)
+    train_paths, valid_paths, skipped = _list_files(train, valid, text, on_bad_file, run.cache, run.progress)
+    tokenized_by = encoder.name if isinstance(encoder, BpeRecipe) else encoder.fingerprint
+    options = [encoder.options] if encoder.options else []  # a cache of earlier versions knows of none
+    key = fingerprint(
+        FORMAT, tokenized_by, text, fingerprint_files(train_paths), fingerprint_files(valid_paths), *options
+    )
+    documents = _split_documents(train_paths, valid_paths, text)
+    corpus = tokenize_corpus(run.cache / f"files-{key}", documents, encoder, run.progress)
+    data = _make_training_data(corpus, "files", run)
+    return replace(data, metadata=data.metadata | {"skipped_files": skipped}) if skipped else data
+
+
+def train_tokenizer(
+    size: int,
+    train: str | Sequence[str] | None = None,
+    valid: str | Sequence[str] | None = None,
+    tokenizer: str | None = None,
+    text: str = "text",
+    end_of_text: str | None = None,
+    special_tokens: bool = False,
+    on_bad_file: str = "error",
+    progress: Callable[[str], None] = print_line,
+) -> bytes:
+    """Return the tokenizer.json that `files` with these arguments trains for a model of `size` entries.
+
+    Raises:
+        ValueError: see `files`.
+    """
+    if tokenizer:
+        raise ValueError(f"data.tokenizer={tokenizer}: a tokenizer is trained here, so none can be given")
+    recipe = choose_tokenizer(None, end_of_text, special_tokens, size)
+    assert isinstance(recipe, BpeRecipe)
+    train_paths, valid_paths, _ = _list_files(train, valid, text, on_bad_file, locate_cache(None), progress)
+    documents = _split_documents(train_paths, valid_paths, text)
+    progress(f"training a tokenizer of {recipe.size} entries on {len(train_paths)} files")
+    return recipe.train(lambda: (document for document, held in documents() if not held))
+
+
+def _list_files(
+    train: Any, valid: Any, text: str, on_bad_file: Any, cache: Path, progress: Callable[[str], None]
+) -> tuple[list[Path], list[Path], dict[str, str]]:
+    """Return the files to train on, those held out, and path -> fault of those that are skipped."""
+    skip = check_choice("data.on_bad_file", on_bad_file, ON_BAD_FILE) == "skip"
+    train_paths = expand_globs(train, "data.train", progress, any_kind=skip)
+    valid_paths = expand_globs(valid, "data.valid", progress, any_kind=skip) if valid else []
+    faults: dict[Path, str] = {}
+    if skip:
+        faults = _find_unreadable_once([*train_paths, *valid_paths], text, cache, progress)
+        train_paths, valid_paths = (skip_files(paths, faults) for paths in (train_paths, valid_paths))
     trained_on = {identify_file(path) for path in train_paths}
     if both := [path for path in valid_paths if identify_file(path) in trained_on]:
         raise ValueError(f"{both[0].resolve()} is both in data.train and in data.valid")
+    return train_paths, valid_paths, {str(path): fault for path, fault in faults.items()}
 
-    tokenized_by = encoder.fingerprint if encoder else bpe.NAME
-    key = fingerprint(FORMAT, tokenized_by, text, fingerprint_files(train_paths), fingerprint_files(valid_paths))
-    documents = _split_documents(train_paths, valid_paths, text)
-    corpus = tokenize_corpus(run.cache / f"files-{key}", documents, encoder, run.progress)
-    return _make_training_data(corpus, "files", run)
+
+def choose_tokenizer(
+    tokenizer: str | None, end_of_text: str | None, special_tokens: bool, vocab_size: int
+) -> HubTokenizer | BpeRecipe:
+    """Return the tokenizer of a name, or without one a recipe for one of as many entries as the model has.
+
+    Raises:
+        ValueError: there is no such tokenizer, or it does not fit the model.
+    """
+    if tokenizer:
+        encoder = load_tokenizer(str(tokenizer), end_of_text, special_tokens)
+        check_vocabulary(encoder.name, encoder.size, vocab_size)
+        return encoder
+    if not isinstance(end_of_text, str | None):
+        raise ValueError(f"data.end_of_text={end_of_text} must be the text of a token")
+    recipe = BpeRecipe(min(vocab_size, MOST), end_of_text or None, special_tokens)
+    check_vocabulary(recipe.name, LEAST, vocab_size)
+    return recipe
+
+
+def skip_files(paths: list[Path], faults: Mapping[Path, str]) -> list[Path]:
+    """Return the paths without those that have a fault.
+
+    Raises:
+        ValueError: none is left.
+    """
+    left = [path for path in paths if path not in faults]
+    if paths and not left:
+        raise ValueError(f"all {len(paths)} files cannot be read, such as: {faults[paths[0]]}")
+    return left
+
+
+def report_skipped(faults: Mapping[Path, str], files: int, progress: Callable[[str], None]) -> None:
+    """Say how many of `files` files are skipped, if any are."""
+    if faults:
+        names = ", ".join(map(str, list(faults)[:5])) + (", …" if len(faults) > 5 else "")
+        progress(f"{len(faults)} of {files} files cannot be read and are skipped (data.on_bad_file=skip): {names}")
+
+
+def _find_unreadable_once(
+    paths: list[Path], text: str, cache: Path, progress: Callable[[str], None]
+) -> dict[Path, str]:
+    """Return path -> fault for the files that cannot be read; the cache keeps what was found."""
+
+    def build(partial: Path) -> dict[str, Any]:
+        with StatusLine(every=5.0, first=2.0) as line:
+            faults = find_unreadable(
+                paths, text, watch=lambda n: line.show(f"reading file {n + 1:,} of {len(paths):,}", n / len(paths))
+            )
+        return {"faults": {str(paths.index(path)): fault for path, fault in faults.items()}}
+
+    folder = cache / f"unreadable-{fingerprint(FORMAT, text, fingerprint_files(paths))}"
+    faults = {paths[int(number)]: fault for number, fault in build_once(folder, build, progress)["faults"].items()}
+    report_skipped(faults, len(paths), progress)
+    return faults
 
 
 def _find_library_files(root: Path) -> list[Path]:
@@ -134,7 +247,7 @@ def _find_library_files(root: Path) -> list[Path]:
 
 def _split_documents(train: list[Path], valid: list[Path], text: str) -> SplitDocuments:
     def split_by_file() -> Iterator[tuple[str, bool]]:
-        yield from ((document, False) for document in read_documents(train, text))
+        yield from ((document, False) for document in read_documents(train, text, further=valid))
         yield from ((document, True) for document in read_documents(valid, text))
 
     if valid:
@@ -147,7 +260,8 @@ def _make_training_data(corpus: Corpus, data: str, run: RunInfo) -> TrainingData
     if not index["train"]["documents"]:
         raise ValueError(f"data={data}: there is no text to train on")
     rows = TokenRows(corpus.train, run.seq_len, run.seed)
-    valid = take_held_out_ids(corpus.valid, run.valid_tokens)
+    valid = take_held_out_ids(corpus.valid, f"data={data}", run)
+    report_spelt_tokens((index["train"], index["valid"]), corpus.tokenizer, run.progress)
     metadata = {
         "data": data,
         "content": fingerprint(index["train"]["text"], index["valid"]["text"]),
@@ -161,19 +275,25 @@ def _make_training_data(corpus: Corpus, data: str, run: RunInfo) -> TrainingData
     return TrainingData(rows, valid, corpus.tokenizer, metadata, loss)
 
 
-def take_held_out_ids(tokens: np.ndarray, valid_tokens: int) -> np.ndarray:
+def take_held_out_ids(tokens: np.ndarray, label: str, run: RunInfo) -> np.ndarray:
     """Return the first valid_tokens + 1 ids, whose targets are valid_tokens tokens, or as many as there are.
 
+    Args:
+        label: names the data in the message that says that there are fewer.
+
     Raises:
-        ValueError: `valid_tokens` is below 1, or there is no target.
+        ValueError: `run.valid_tokens` is below 1, or there is no target.
     """
-    if valid_tokens < 1:
-        raise ValueError(f"valid_tokens must be 1 or more, not {valid_tokens}")
+    if run.valid_tokens < 1:
+        raise ValueError(f"valid_tokens must be 1 or more, not {run.valid_tokens}")
     if len(tokens) < 2:
         raise ValueError(f"the held-out part has {len(tokens)} tokens, too few to evaluate: give more data")
-    return tokens[: valid_tokens + 1]
+    if len(tokens) <= run.valid_tokens:
+        run.progress(f"{label}: {len(tokens) - 1} tokens are held out, fewer than valid_tokens={run.valid_tokens}")
+    return tokens[: run.valid_tokens + 1]
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the entries on the tokenizer in the metadata of data."""
-    return {"tokenizer": tokenizer.name, "tokenizer_hash": tokenizer.fingerprint, "vocabulary": tokenizer.size}
+    described = {"tokenizer": tokenizer.name, "tokenizer_hash": tokenizer.fingerprint, "vocabulary": tokenizer.size}
+    return described | tokenizer.options

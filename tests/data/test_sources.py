@@ -81,15 +81,18 @@ def test_a_single_book_with_the_tokenizer_trained_on_it(texts, tmp_path):
 
 def test_the_second_time_reads_the_cache_and_notices_changes(texts, tmp_path):
     said, files = [], list(texts.iterdir())
-    first = load(texts, tmp_path, tokenizer=None, said=said)
+    first = load(texts, tmp_path, tokenizer=None, said=said, valid_tokens=100)
     assert said == ["training a tokenizer of 4096 entries on the data"]
     stamp = cached(tmp_path, "train.bin").stat().st_mtime_ns
-    second = load(texts, tmp_path, tokenizer=None, said=said)
+    second = load(texts, tmp_path, tokenizer=None, said=said, valid_tokens=100)
     assert len(said) == 1 and cached(tmp_path, "train.bin").stat().st_mtime_ns == stamp
     assert second.metadata == first.metadata
 
     files[0].write_text(files[0].read_text() + "\n" + json.dumps({"text": "one more"}))
-    assert load(texts, tmp_path, tokenizer=None, said=said).metadata["content"] != first.metadata["content"]
+    assert (
+        load(texts, tmp_path, tokenizer=None, said=said, valid_tokens=100).metadata["content"]
+        != first.metadata["content"]
+    )
     assert len(said) == 2
 
 
@@ -135,8 +138,8 @@ def test_errors_come_before_the_data_are_read(texts, tmp_path):
     (texts / "0.jsonl").write_text("broken")
     with pytest.raises(ValueError, match=r"has 257 entries but model.vocab_size is 256: .* at least 257"):
         load(texts, tmp_path, vocab_size=256)
-    with pytest.raises(ValueError, match=r"tokenizer bpe-4096 has 4096 entries but model.vocab_size is 4000"):
-        load(texts, tmp_path, tokenizer=None, vocab_size=4000)
+    with pytest.raises(ValueError, match=r"tokenizer bpe-256 has 257 entries but model.vocab_size is 256"):
+        load(texts, tmp_path, tokenizer=None, vocab_size=256)
     with pytest.raises(ValueError, match=r"data.train is not set"):
         load(texts, tmp_path, train=None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lzma
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -21,9 +21,13 @@ class ByteTokenizer:
     size = 257
     end_of_text = 0
     fingerprint = "bytes"
+    options: ClassVar[dict[str, Any]] = {}
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [[byte + 1 for byte in text.encode()] for text in texts]
+
+    def find_spelt_tokens(self, text: str) -> set[str]:
+        return set()
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i - 1 for i in ids if i).decode()

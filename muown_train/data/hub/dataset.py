@@ -11,7 +11,7 @@ import numpy as np
 
 from muown_train.config.checks import check_int
 from muown_train.data.cache import build_once, fingerprint
-from muown_train.data.corpus import SplitWriter, encode_labelled
+from muown_train.data.corpus import SplitWriter, encode_labelled, report_spelt_tokens
 from muown_train.data.hub.files import MINIMUM, HubFiles, Unit, open_hub
 from muown_train.data.hub.retry import LIMIT, Retry
 from muown_train.data.hub.streaming import StreamRows
@@ -35,6 +35,8 @@ def hub_stream(
     streams: int = 64,
     shuffle: int = 128,
     retries: int = LIMIT,
+    end_of_text: str | None = None,
+    special_tokens: bool = False,
     *,
     run: RunInfo,
 ) -> TrainingData:
@@ -47,30 +49,31 @@ def hub_stream(
 
     `run.valid_tokens` says how many of the held-out tokens are used and changes no row of training, with one
     exception: if there is a single file that cannot be split, training skips its first documents, as many as are used.
+    For `end_of_text` and `special_tokens` see HubTokenizer.
     """
     given = {"streams": streams, "shuffle": shuffle, "retries": retries}
     streams, shuffle, retries = (check_int(f"data.{key}", value, MINIMUM[key]) for key, value in given.items())
-    encoder = load_tokenizer(str(tokenizer))
+    encoder = load_tokenizer(str(tokenizer), end_of_text, special_tokens)
     check_vocabulary(encoder.name, encoder.size, run.vocab_size)
     hub = open_hub(path, name, split, text, revision, Retry(retries), run.progress)
     groups = _list_row_groups(hub, run.cache, streams, run.progress)
     *files, last = (Unit(file) for file in range(len(hub.names)))
     stretches, held = _split_row_groups(groups, streams) if groups else ([[file] for file in files], [last])
 
-    key = fingerprint(FORMAT, encoder.fingerprint, path, name, split, text, hub.revision, run.valid_tokens, repr(held))
+    options = [encoder.options] if encoder.options else []
+    key = fingerprint(
+        *(FORMAT, encoder.fingerprint, path, name, split, text, hub.revision, run.valid_tokens, repr(held), *options)
+    )
     folder = run.cache / f"hub-{key}"
     index = build_once(
         folder, lambda partial: _write_held_out(partial, hub, held, encoder, run.valid_tokens), run.progress
     )
-    valid = take_held_out_ids(read_tokens(folder / "valid.bin"), run.valid_tokens)
-    if len(valid) <= run.valid_tokens:
-        run.progress(
-            f"data set {hub.label}: {len(valid) - 1} tokens are held out, fewer than valid_tokens={run.valid_tokens}"
+    valid = take_held_out_ids(read_tokens(folder / "valid.bin"), f"data set {hub.label}", run)
+    report_spelt_tokens([index["valid"]], encoder, run.progress)
+    if len(valid) <= run.valid_tokens and not stretches:
+        raise ValueError(
+            f"data set {hub.label} is one part, and all is held out: lower valid_tokens={run.valid_tokens}"
         )
-        if not stretches:
-            raise ValueError(
-                f"data set {hub.label} is one part, and all is held out: lower valid_tokens={run.valid_tokens}"
-            )
     if not stretches:  # a single file, of which a part is held out
         stretches = [[Unit(0, skip=index["read"])]]
 

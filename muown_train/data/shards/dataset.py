@@ -14,22 +14,42 @@ from typing import Any
 
 import numpy as np
 
-from muown_train.data.cache import fingerprint
-from muown_train.data.corpus import compute_unigram_loss
-from muown_train.data.rows import TokenRows
+from muown_train.data.cache import build_once, fingerprint, fingerprint_files
+from muown_train.data.corpus import compute_unigram_loss, report_spelt_tokens
+from muown_train.data.shards.checked import REMEDY, Shard, ShardRows
 from muown_train.data.sources import RunInfo, TrainingData, describe_tokenizer, take_held_out_ids
-from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer, check_vocabulary, choose_dtype, load_tokenizer
+from muown_train.data.text.tokenizer import (
+    TOKENIZER,
+    HubTokenizer,
+    check_vocabulary,
+    choose_dtype,
+    load_tokenizer,
+    select_options,
+)
 from muown_train.data.token_file import HEADER_BYTES, read_tokens
+from muown_train.runtime.progress import Progress, StatusLine
 
 FORMAT = 1  # version of index.json
 INDEX, PROGRESS, COUNTS = "index.json", "progress.json", "train_counts.npy"
-SAMPLE = 4096  # ids at the beginning of each shard that are compared with the size of the tokenizer
-REMEDY = "copy it again, or prepare the shards again"
+AT_ONCE = 1 << 24  # ids of a shard that are read together to find the largest
 ENDS = 1 << 16  # bytes at both ends of a shard that identify it if there is no index
 
 
-def shards(path: str | None = None, tokenizer: str | None = None, *, run: RunInfo) -> TrainingData:
-    """Return the shards in the folder `path`, through memory maps; `run.cache` is not used.
+def shards(
+    path: str | None = None,
+    tokenizer: str | None = None,
+    end_of_text: str | None = None,
+    special_tokens: bool = False,
+    *,
+    run: RunInfo,
+) -> TrainingData:
+    """Return the shards in the folder `path`, through memory maps.
+
+    Shards without an index are read through at their first use, since any of their ids may be beyond the tokenizer;
+    the cache keeps the largest.
+
+    Args:
+        end_of_text, special_tokens: see HubTokenizer; prepare.py keeps them in the index.
 
     Raises:
         ValueError: a shard is missing, truncated, of another version or dtype, not in the index or beyond the
@@ -47,20 +67,23 @@ def shards(path: str | None = None, tokenizer: str | None = None, *, run: RunInf
         raise ValueError(f"data.path={path} is {problem}: give the folder that `muown-train prepare` wrote to")
     index = _read_index(folder)
     names = _list_shards(folder, index)
-    encoder = _load_tokenizer(folder, index, tokenizer)
+    options = select_options({"end_of_text": end_of_text, "special_tokens": special_tokens})
+    encoder = _load_tokenizer(folder, index, tokenizer, options)
     check_vocabulary(encoder.name, encoder.size, run.vocab_size)
     train = _open_shards(folder, names["train"], index, encoder, random_access=True)
     held_out = _open_shards(folder, names["valid"], index, encoder)
+    if index is None:
+        _check_all_ids([*train, *held_out], encoder, run)
+    else:
+        report_spelt_tokens(index["shards"], encoder, run.progress)
 
-    valid = take_held_out_ids(_take_first(held_out, run.valid_tokens + 1), run.valid_tokens)
-    if len(valid) <= run.valid_tokens:
-        run.progress(f"{folder}: {len(valid) - 1} tokens are held out, fewer than valid_tokens={run.valid_tokens}")
+    valid = take_held_out_ids(_take_first(held_out, run.valid_tokens + 1), str(folder), run)
     metadata = {
         "data": "shards",
         "content": _identify_content(folder, names, index),
         **describe_tokenizer(encoder),
         "shards": len(names["train"]),
-        "tokens": sum(map(len, train)),
+        "tokens": sum(len(shard.tokens) for shard in train),
         "held_out_tokens": len(valid) - 1,
     }
     loss = None
@@ -68,7 +91,36 @@ def shards(path: str | None = None, tokenizer: str | None = None, *, run: RunInf
         metadata["source"] = index["source"]
         metadata["documents"] = index["train"]["documents"]
         loss = compute_unigram_loss(_read_counts(folder, encoder.size), valid[1:])
-    return TrainingData(TokenRows(train, run.seq_len, run.seed), valid, encoder, metadata, loss)
+    return TrainingData(ShardRows(train, run.seq_len, run.seed), valid, encoder, metadata, loss)
+
+
+def check_shards(folder: Path) -> str:
+    """Read all shards of a folder that prepare.py wrote, and return a sentence that says what was checked.
+
+    Raises:
+        ValueError: shards are damaged, or it is another folder; the message names all of them.
+    """
+    index = _read_index(folder)
+    if index is None:
+        raise ValueError(f"{folder} has no {INDEX}: give a folder that `muown-train prepare` wrote")
+    names = [name for split in _list_shards(folder, index).values() for name in split]
+    encoder = _load_tokenizer(folder, index, None, {})
+    faults, done, unchecked = [], 0, 0
+    with StatusLine(every=5.0, first=2.0) as line:
+        progress = Progress(line, total=index["train"]["tokens"] + index["valid"]["tokens"], label="checking")
+        for name in names:
+            try:
+                (part,) = _open_shards(folder, [name], index, encoder)
+                for k in range(0, len(part.tokens), AT_ONCE):
+                    done += len(part.read(k, k + AT_ONCE))
+                    progress.update(done)
+                unchecked += part.checksums is None
+            except ValueError as error:
+                faults.append(str(error))
+    if faults:
+        raise ValueError("; ".join(faults))
+    without = f"; {unchecked} of them have no checksums, so only their sizes and ids were checked" if unchecked else ""
+    return f"{folder}: {len(names)} shards with {done:,} tokens are as they were written{without}"
 
 
 def _read_index(folder: Path) -> dict[str, Any] | None:
@@ -120,16 +172,22 @@ def _list_shards(folder: Path, index: dict[str, Any] | None) -> dict[str, list[s
     return names
 
 
-def _load_tokenizer(folder: Path, index: dict[str, Any] | None, given: str | None) -> HubTokenizer:
+def _load_tokenizer(
+    folder: Path, index: dict[str, Any] | None, given: str | None, options: dict[str, Any]
+) -> HubTokenizer:
     if index is None:
         if not given and (folder / TOKENIZER).exists():
             raise ValueError(f"{folder / INDEX} is missing, which is written together with {TOKENIZER}: {REMEDY}")
         if not given:
             raise ValueError(f"{folder} does not say which tokenizer made it: give data.tokenizer, such as gpt2")
-        return load_tokenizer(str(given))
+        return load_tokenizer(str(given), **options)
     recorded = index["tokenizer"]
+    made_with = recorded.get("options", {})
+    for key, value in options.items():
+        if value != made_with.get(key):
+            raise ValueError(f"the shards in {folder} were made with data.{key}={made_with.get(key)}, not {value}")
     if given:
-        encoder = load_tokenizer(str(given))
+        encoder = load_tokenizer(str(given), **made_with)
     else:
         try:
             raw = (folder / TOKENIZER).read_bytes()
@@ -137,7 +195,7 @@ def _load_tokenizer(folder: Path, index: dict[str, Any] | None, given: str | Non
             raise ValueError(
                 f"{folder / TOKENIZER} cannot be read ({error.strerror}): copy it again, or give data.tokenizer"
             ) from error
-        encoder = HubTokenizer(recorded["name"], raw)
+        encoder = HubTokenizer(recorded["name"], raw, **made_with)
     if encoder.fingerprint != recorded["fingerprint"]:
         source = f"data.tokenizer={given}" if given else f"{folder / TOKENIZER}"
         raise ValueError(
@@ -150,11 +208,11 @@ def _load_tokenizer(folder: Path, index: dict[str, Any] | None, given: str | Non
 
 def _open_shards(
     folder: Path, names: Sequence[str], index: dict[str, Any] | None, encoder: HubTokenizer, random_access: bool = False
-) -> list[np.ndarray]:
-    """Return memory maps of the shards, checked against index and tokenizer without reading them through."""
-    counts = {shard["file"]: shard["tokens"] for shard in index["shards"]} if index else {}
+) -> list[Shard]:
+    """Return the shards, whose sizes are checked against index and tokenizer without reading them through."""
+    entries = {shard["file"]: shard for shard in index["shards"]} if index else {}
     expected = choose_dtype(encoder.size)
-    maps: list[np.ndarray] = []
+    opened: list[Shard] = []
     for name in names:
         path = folder / name
         try:
@@ -165,23 +223,53 @@ def _open_shards(
             raise ValueError(
                 f"{path} holds {tokens.dtype}, but tokenizer {encoder.name} of {encoder.size} entries takes {expected}"
             )
-        if index is not None and len(tokens) != counts[name]:
-            raise ValueError(f"{path} has {len(tokens)} tokens, but {INDEX} says {counts[name]}: {REMEDY}")
-        largest = int(tokens[:SAMPLE].max(initial=0))
-        if largest >= encoder.size:
+        entry = entries.get(name, {})
+        if index is not None and len(tokens) != entry["tokens"]:
+            raise ValueError(f"{path} has {len(tokens)} tokens, but {INDEX} says {entry['tokens']}: {REMEDY}")
+        opened.append(Shard(path, tokens, encoder.size, entry.get("checksums")))
+    return opened
+
+
+def _check_all_ids(parts: Sequence[Shard], encoder: HubTokenizer, run: RunInfo) -> None:
+    """Check that the tokenizer has all ids of the shards, by the largest of each, which the cache keeps."""
+    paths = [part.path for part in parts]
+    if encoder.size >= 2 ** (8 * parts[0].tokens.itemsize):
+        return  # no id of this dtype is larger
+    folder = run.cache / f"largest-ids-{fingerprint(FORMAT, fingerprint_files(paths))}"
+    try:
+        largest = build_once(folder, lambda partial: {"largest": _find_largest_ids(paths)}, run.progress)["largest"]
+    except OSError as error:  # shards need no cache but for this
+        run.progress(f"{error}; until then the ids are checked at each start")
+        largest = _find_largest_ids(paths)
+    for path, i in zip(paths, largest, strict=True):
+        if i >= encoder.size:
             raise ValueError(
-                f"{path} holds id {largest}, but tokenizer {encoder.name} has only {encoder.size} entries: "
-                "it was made by another one"
+                f"{path} holds id {i}, but tokenizer {encoder.name} has only {encoder.size} entries: "
+                "it was made by another one, or is damaged"
             )
-        maps.append(tokens)
-    return maps
 
 
-def _take_first(parts: Sequence[np.ndarray], count: int) -> np.ndarray:
+def _find_largest_ids(paths: Sequence[Path]) -> list[int]:
+    """Return the largest id of each token file."""
+    maps = [read_tokens(path) for path in paths]
+    largest, done = [], 0
+    with StatusLine(every=5.0, first=2.0) as line:
+        progress = Progress(line, total=sum(map(len, maps)), label="checking ids")
+        for tokens in maps:
+            found = 0
+            for k in range(0, len(tokens), AT_ONCE):
+                found = max(found, int(tokens[k : k + AT_ONCE].max()))
+                progress.update(done + k)
+            largest.append(found)
+            done += len(tokens)
+    return largest
+
+
+def _take_first(parts: Sequence[Shard], count: int) -> np.ndarray:
     """Return the first `count` ids of the concatenation, as a view if they lie in one part."""
     taken: list[np.ndarray] = []
     for part in parts:
-        taken.append(part[:count])
+        taken.append(part.read(0, count))
         count -= len(taken[-1])
         if count <= 0:
             break
@@ -207,7 +295,8 @@ def _identify_content(folder: Path, names: dict[str, list[str]], index: dict[str
     """
     if index is not None:
         parts = [[index[split]["text"], index[split]["tokens"]] for split in ("train", "valid")]
-        return fingerprint("shards", index["tokenizer"]["fingerprint"], parts)
+        options = [given] if (given := index["tokenizer"].get("options")) else []
+        return fingerprint("shards", index["tokenizer"]["fingerprint"], parts, *options)
     return fingerprint(
         "shards", [[name, _hash_ends(folder / name)] for split in ("train", "valid") for name in names[split]]
     )

@@ -5,7 +5,7 @@ beside its place, synced and renamed, and then `progress.json` says where in the
 preparation that is interrupted at any moment resumes with the shard that was not complete, and ends with the same
 bytes. Before there is a shard to train on, the folder is begun anew, so it then takes other settings.
 Beside each shard `NAME.documents.npy` (uint64) says where in it documents begin; a document that is cut begins only in
-the first of its shards.
+the first of its shards. `NAME.checksums.npy` holds checksums (checked.py).
 """
 
 from __future__ import annotations
@@ -22,15 +22,21 @@ from typing import Any
 
 import numpy as np
 
-from muown_train.config.checks import check_int
+from muown_train.config.checks import check_choice, check_int
 from muown_train.data.cache import fingerprint
-from muown_train.data.corpus import SplitWriter
+from muown_train.data.corpus import SplitWriter, report_spelt_tokens
 from muown_train.data.hub.files import MINIMUM
+from muown_train.data.shards.checked import compute_checksums, get_checksums_path, hash_checksums
 from muown_train.data.shards.dataset import COUNTS, FORMAT, INDEX, PROGRESS
 from muown_train.data.shards.reader import OPENERS, DocumentSource, Position, TokenReader
-from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer, choose_dtype, load_tokenizer
+from muown_train.data.sources import ON_BAD_FILE
+from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer, choose_dtype, load_tokenizer, select_options
+from muown_train.data.token_file import read_tokens
 from muown_train.runtime.atomic_files import PARTIAL, sync_to_disk, write_atomic
 from muown_train.runtime.progress import Progress, StatusLine
+
+# settings that earlier versions did not have, with their defaults, which a folder's arguments do not mention
+LATER_SETTINGS = {"end_of_text": None, "special_tokens": False, "on_bad_file": "error"}
 
 
 def prepare_shards(
@@ -63,7 +69,11 @@ def prepare_shards(
     _check(data, settings)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"out={folder} is a file: give a folder")
-    data_settings = {f"data.{key}": value for key, value in settings.items() if key not in MINIMUM}
+    data_settings = {
+        f"data.{key}": value
+        for key, value in settings.items()
+        if key not in MINIMUM and not (key in LATER_SETTINGS and value == LATER_SETTINGS[key])
+    }
     arguments = json.loads(json.dumps({"kind of data": data, **data_settings, **limits}))
     with _explain_full_disk(folder), StatusLine(every=5.0, first=2.0) as line:
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +90,11 @@ def _check(data: str, settings: Mapping[str, Any]) -> None:
     for key in MINIMUM.keys() & settings.keys():
         check_int(f"data.{key}", settings[key], MINIMUM[key])
     if not settings.get("tokenizer"):
-        raise ValueError("data.tokenizer is not set: give the path of a tokenizer.json or a hub name")
+        raise ValueError(
+            "data.tokenizer is not set: give the path of a tokenizer.json, which `muown-train tokenizer` makes of "
+            "texts, or a hub name"
+        )
+    check_choice("data.on_bad_file", settings.get("on_bad_file", "error"), ON_BAD_FILE)
 
 
 def _prepare(folder: Path, arguments: dict[str, Any], data: str, settings: Mapping[str, Any], line: StatusLine) -> None:
@@ -98,14 +112,16 @@ def _prepare(folder: Path, arguments: dict[str, Any], data: str, settings: Mappi
         return
 
     name = str(settings["tokenizer"])
-    tokenizer = load_tokenizer(name)
+    tokenizer = load_tokenizer(name, **select_options(settings))
     source = OPENERS[data](settings, state["source"] if state else None, line.print)
     with closing(source):
         if state is None:
             state = _begin(folder, arguments, tokenizer, source)
         _refuse_changed_data(folder, state, tokenizer, source)
         _write_all(folder, state, tokenizer, source, line)
-    line.print(f"{folder} is finished: {_summarize(_read(folder / INDEX) or {})}")
+    index = _read(folder / INDEX) or {}
+    report_spelt_tokens(index["shards"], tokenizer, line.print)
+    line.print(f"{folder} is finished: {_summarize(index)}")
 
 
 def _begin(folder: Path, arguments: dict[str, Any], tokenizer: HubTokenizer, source: DocumentSource) -> dict[str, Any]:
@@ -119,6 +135,7 @@ def _begin(folder: Path, arguments: dict[str, Any], tokenizer: HubTokenizer, sou
             "fingerprint": tokenizer.fingerprint,
             "size": tokenizer.size,
             "end_of_text": tokenizer.end_of_text,
+            **({"options": tokenizer.options} if tokenizer.options else {}),
         },
         "dtype": choose_dtype(tokenizer.size).name,
         "shards": [],
@@ -221,6 +238,9 @@ class _Shard:
         """Put the shard in its place and return its entry in the index."""
         entry = {"file": self._path.name, "split": self._split, **self.writer.close()}
         sync_to_disk(self._partial)
+        checksums = get_checksums_path(self._path)
+        _save_array(checksums, compute_checksums(read_tokens(self._partial)))
+        entry["checksums"] = hash_checksums(checksums.read_bytes())
         _save_array(self._path.with_suffix(".documents.npy"), np.array(self._starts, dtype="<u8"))
         os.replace(self._partial, self._path)
         sync_to_disk(self._path.parent)
@@ -238,7 +258,7 @@ def _refuse_other_arguments(folder: Path, before: dict[str, Any], now: dict[str,
 
 
 def _refuse_changed_data(folder: Path, state: dict[str, Any], tokenizer: HubTokenizer, source: DocumentSource) -> None:
-    if tokenizer.fingerprint != state["tokenizer"]["fingerprint"]:
+    if tokenizer.fingerprint != state["tokenizer"]["fingerprint"]:  # its options are among the arguments
         raise ValueError(
             f"tokenizer {tokenizer.name} is not what it was when {folder} was begun (hash "
             f"{state['tokenizer']['fingerprint'][:8]}, now {tokenizer.fingerprint[:8]}): give another out="

@@ -15,7 +15,8 @@ from muown_train.data.corpus import encode_labelled
 from muown_train.data.hub.files import Unit, open_hub
 from muown_train.data.hub.retry import LIMIT, Retry
 from muown_train.data.prefetch import Prefetcher, stop_all
-from muown_train.data.text.documents import expand_globs, group_documents, read_documents
+from muown_train.data.sources import report_skipped, skip_files
+from muown_train.data.text.documents import expand_globs, find_unreadable, group_documents, read_documents
 from muown_train.data.text.tokenizer import Tokenizer
 
 FILES_AT_ONCE = 4  # files that are read ahead, so that encoding need not wait for a network
@@ -122,14 +123,25 @@ def _group_file(source: DocumentSource, file: int, first: int) -> Iterator[list[
 def _open_files(
     settings: Mapping[str, Any], begun_with: dict[str, Any] | None, progress: Callable[[str], None]
 ) -> DocumentSource:
-    paths = expand_globs(settings.get("train"), "data.train")
+    skip = settings.get("on_bad_file") == "skip"
+    paths = expand_globs(settings.get("train"), "data.train", progress, any_kind=skip)
     if settings.get("valid"):
         raise ValueError("data.valid is for training without preparation: here the first documents are held out")
     text = settings.get("text", "text")
-    metadata = {"data": "files", "files": len(paths), "revision": fingerprint_files(paths)}
-    return DocumentSource(
-        metadata, len(paths), lambda file, first: islice(read_documents([paths[file]], text), first, None), lambda: None
-    )
+    metadata: dict[str, Any] = {"data": "files", "files": len(paths), "revision": fingerprint_files(paths)}
+    if skip:
+        if begun_with and begun_with["revision"] == metadata["revision"]:
+            faults = {paths[int(number)]: fault for number, fault in begun_with["skipped"].items()}
+        else:
+            faults = find_unreadable(paths, text)
+        report_skipped(faults, len(paths), progress)
+        metadata["skipped"] = {str(paths.index(path)): fault for path, fault in faults.items()}
+        paths = skip_files(paths, faults)
+
+    def read(file: int, first: int) -> Iterator[str]:
+        return islice(read_documents([paths[file]], text, further=paths[file + 1 :]), first, None)
+
+    return DocumentSource(metadata, len(paths), read, lambda: None)
 
 
 def _open_hub(

@@ -2,7 +2,8 @@
 
 A .txt or .md file is one document. A .jsonl or .json file has one JSON object per line and a .parquet file one row per
 document, with the text under a key or column. All but .parquet may be compressed (.gz, .xz, .zst). A null text is not a
-document. An empty text is passed on as a document, which encoding leaves out.
+document. An empty text is passed on as a document, which encoding leaves out. A file whose content is at fault raises
+UnreadableFile, which names all further files with faults too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
@@ -27,10 +29,18 @@ LabelledDocument = tuple[str, str | None]  # a document and its label, if it has
 FileReader = Callable[[Path, str, str | None], Iterator[LabelledDocument]]  # (file, key of the text, key of the label)
 
 PARQUET_BATCH = 256  # documents that are read together
+LARGEST = 1 << 30  # bytes of a line, or of a compressed file that is one document: a small file may unpack to any size
+
+
+class UnreadableFile(ValueError):
+    """The content of a file is at fault: every later try to read it ends in the same way."""
 
 
 def expand_globs(
-    patterns: str | Sequence[str] | None, key: str = "data.train", notify: Callable[[str], None] = print_line
+    patterns: str | Sequence[str] | None,
+    key: str = "data.train",
+    notify: Callable[[str], None] = print_line,
+    any_kind: bool = False,
 ) -> list[Path]:
     """Return the files that a glob or a list of globs matches, sorted; `~` and a recursive `**` work.
 
@@ -40,9 +50,10 @@ def expand_globs(
     Args:
         key: the setting that holds the globs, for messages.
         notify: is called with a sentence if paths were left out.
+        any_kind: whether a glob may match files of unknown kinds.
 
     Raises:
-        ValueError: there is no glob, or one matches no file, or a file is of an unknown kind; the message names it.
+        ValueError: there is no glob, or one matches no file, or files are of unknown kinds; the message names them.
     """
     if not patterns:
         raise ValueError(f"{key} is not set: give the files as a glob, such as {key}='texts/**/*.txt'")
@@ -61,8 +72,9 @@ def expand_globs(
             if not files:
                 raise ValueError(f"{key}: no file matches {pattern!r}")
         paths.update(files)
-    for path in sorted(paths):
-        _find_reader(path)
+    unknown = [_describe_unknown_kind(path) for path in sorted(paths) if not _find_kind(path)]
+    if unknown and not any_kind:
+        raise UnreadableFile(_join_faults(unknown))
     files_by_identity: dict[object, list[Path]] = {}
     for path in paths:
         files_by_identity.setdefault(identify_file(path), []).append(path)
@@ -83,34 +95,87 @@ def _rank_path(path: Path) -> tuple[bool, int, str]:
     return path.absolute() != path.resolve(), len(path.parts), str(path)
 
 
-def read_documents(paths: Sequence[Path], text: str = "text") -> Iterator[str]:
+def read_documents(paths: Sequence[Path], text: str = "text", further: Sequence[Path] = ()) -> Iterator[str]:
     """Yield the documents of the files in the order given.
 
     Args:
         text: the key or column that holds the documents.
+        further: files that will be read later. If a file is at fault these are searched for faults too.
 
     Raises:
-        ValueError: a file cannot be read; the message names it, in a .jsonl file the line too, and the reason.
+        UnreadableFile: the content of files is at fault; the message names all of them, in a .jsonl file the line too,
+            and the reasons.
+        ValueError: the system cannot read a file.
     """
-    return (document for document, _ in read_with_labels(paths, text))
+    return (document for document, _ in read_with_labels(paths, text, further=further))
 
 
-def read_with_labels(paths: Sequence[Path], text: str = "text", label: str | None = None) -> Iterator[tuple[str, str]]:
+def read_with_labels(
+    paths: Sequence[Path], text: str = "text", label: str | None = None, further: Sequence[Path] = ()
+) -> Iterator[tuple[str, str]]:
     """Yield documents as `read_documents` does, each with the value of its key or column `label`.
 
     Without `label`, and in .txt files, the label is the path of the file.
     """
-    for path in paths:
+    for number, path in enumerate(paths, 1):
         try:
-            for document, value in _find_reader(path)(path, text, label):
-                yield replace_surrogates(document), str(path) if value is None else value
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            if "too much memory" in reason:  # the window of zstd --long
-                reason += f"; unpack it first: zstd -d --long=31 {path}"
-            raise ValueError(f"cannot read {path}: {reason}") from error
+            yield from _read_file(path, text, label)
+        except UnreadableFile as error:
+            others = find_unreadable([*paths[number:], *further], text, label)
+            raise UnreadableFile(_join_faults([str(error), *others.values()])) from error
+
+
+def find_unreadable(
+    paths: Sequence[Path], text: str = "text", label: str | None = None, watch: Callable[[int], None] | None = None
+) -> dict[Path, str]:
+    """Read the files through and return path -> what is at fault, for those whose content is.
+
+    Args:
+        watch: is called with the number of files that are read.
+
+    Raises:
+        ValueError: the system cannot read a file. This may pass, so it says nothing about the file.
+    """
+    faults = {}
+    for number, path in enumerate(paths):
+        if watch:
+            watch(number)
+        try:
+            for _ in _read_file(path, text, label):
+                pass
+        except UnreadableFile as error:
+            faults[path] = str(error)
+    return faults
+
+
+def _read_file(path: Path, text: str, label: str | None) -> Iterator[tuple[str, str]]:
+    reader = _find_kind(path)
+    if reader is None:
+        raise UnreadableFile(_describe_unknown_kind(path))
+    try:
+        for document, value in reader(path, text, label):
+            yield replace_surrogates(document), str(path) if value is None else value
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise UnreadableFile(
+            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}, in line {line}"
+        ) from error
+    except ValueError as error:
+        raise UnreadableFile(str(error)) from error
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        if "too much memory" in reason:  # the window of zstd --long
+            reason += f"; unpack it first: zstd -d --long=31 {path}"
+        # what a format's library finds has no number of the system
+        kind = ValueError if getattr(error, "errno", None) else UnreadableFile
+        raise kind(f"cannot read {path}: {reason}") from error
+
+
+def _join_faults(faults: Sequence[str]) -> str:
+    """Return one sentence with all that is at fault."""
+    if len(faults) == 1:
+        return faults[0]
+    return f"{len(faults)} files cannot be read (data.on_bad_file=skip leaves them out): {'; '.join(faults)}"
 
 
 def group_documents(items: Iterable[T], most: int, characters: int, length: Callable[[T], int]) -> Iterator[list[T]]:
@@ -140,12 +205,20 @@ def replace_surrogates(text: str) -> str:
 
 def _read_txt(path: Path, text: str, label: str | None) -> Iterator[LabelledDocument]:
     with _open(path) as file:
-        yield file.read().decode("utf-8-sig"), None
+        if path.suffix.lower() in COMPRESSIONS:
+            raw = file.read(LARGEST + 1)
+            if len(raw) > LARGEST:
+                raise ValueError(f"{path} unpacks to one document of more than {LARGEST:,} bytes: unpack it first")
+        else:
+            raw = file.read()
+        yield raw.decode("utf-8-sig"), None
 
 
 def _read_jsonl(path: Path, text: str, label: str | None) -> Iterator[LabelledDocument]:
-    with _open(path) as lines:
-        for number, line in enumerate(lines, 1):
+    with _open(path) as file:
+        for number, line in enumerate(iter(partial(file.readline, LARGEST + 1), b""), 1):
+            if len(line) > LARGEST:
+                raise ValueError(f"{path} line {number} has more than {LARGEST:,} bytes: divide it into documents")
             if not line.strip():
                 continue
             try:
@@ -237,9 +310,6 @@ def _find_kind(path: Path) -> FileReader | None:
     return KINDS.get(endings[-1]) if endings else None
 
 
-def _find_reader(path: Path) -> FileReader:
-    reader = _find_kind(path)
-    if reader is None:
-        endings = f"{', '.join(KINDS)}, also with {', '.join(COMPRESSIONS)}"
-        raise ValueError(f"{path} is of an unknown kind; the known endings are {endings}")
-    return reader
+def _describe_unknown_kind(path: Path) -> str:
+    endings = f"{', '.join(KINDS)}, also with {', '.join(COMPRESSIONS)}"
+    return f"{path} is of an unknown kind; the known endings are {endings}"

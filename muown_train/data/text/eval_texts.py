@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from muown_train.config.checks import check_choice
 from muown_train.config.instantiate import bind_target
 from muown_train.data import sources
 from muown_train.data.corpus import encode_labelled
 from muown_train.data.sources import FROM_RUN, RunInfo, TrainingData
-from muown_train.data.text.documents import expand_globs, read_with_labels
+from muown_train.data.text.documents import expand_globs, find_unreadable, read_with_labels
 from muown_train.data.text.tiktoken_bpe import build_byte_alphabet
 from muown_train.data.text.tokenizer import Tokenizer, choose_dtype
+from muown_train.runtime.progress import print_line
 
 MOST_FILES = 20  # up to this many files each is a source of its own
 ALL = "all"  # the one source of documents that are not distinguished
@@ -60,11 +62,23 @@ def read_eval_text(data: Mapping[str, Any], label: str | None, valid_tokens: int
 
 
 def _read_files(
-    label: str | None, train: Any = None, valid: Any = None, tokenizer: Any = None, text: str = "text"
+    label: str | None,
+    train: Any = None,
+    valid: Any = None,
+    text: str = "text",
+    on_bad_file: Any = "error",
+    **of_tokenizer: Any,
 ) -> EvalText:
-    if tokenizer:
-        raise ValueError(f"data.tokenizer={tokenizer}: each run reads the text by its own tokenizer")
-    paths = expand_globs(train, "data.train") if train and not valid else expand_globs(valid, "data.valid")
+    for key, value in of_tokenizer.items():
+        if value:
+            raise ValueError(f"data.{key}={value}: each run reads the text by its own tokenizer")
+    skip = check_choice("data.on_bad_file", on_bad_file, sources.ON_BAD_FILE) == "skip"
+    key, patterns = ("data.train", train) if train and not valid else ("data.valid", valid)
+    paths = expand_globs(patterns, key, any_kind=skip)
+    if skip:
+        faults = find_unreadable(paths, text, label)
+        sources.report_skipped(faults, len(paths), print_line)
+        paths = sources.skip_files(paths, faults)
     if label is None and 1 < len(paths) <= MOST_FILES:
         names = _shorten(paths)
         return EvalText(

@@ -82,9 +82,8 @@ class ByteBPE:
         return self._encoding.encode_to_numpy(text, disallowed_special=())
 
 
-def build_byte_bpe(raw: bytes, end_of_text: int) -> ByteBPE | None:
+def build_byte_bpe(config: dict[str, Any], end_of_text: int) -> ByteBPE | None:
     """Return the tokenizer of a tokenizer.json by tiktoken, or None if the ids are not known to be the same."""
-    config = json.loads(raw)
     added_tokens = config.get("added_tokens") or []
     words, longest = _match_pattern(config.get("pre_tokenizer")), _find_longest_run(added_tokens, end_of_text)
     normalizer = config.get("normalizer")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -15,6 +17,8 @@ import numpy as np
 
 from muown_train.data.text import tiktoken_bpe
 from muown_train.data.text.documents import group_documents, replace_surrogates
+from muown_train.data.text.growth import MOST, find_growing_part
+from muown_train.runtime.suggest import suggest_nearest
 
 TOKENIZER = "tokenizer.json"  # the name of the file in prepared data and in a run's folder
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -31,7 +35,8 @@ class Tokenizer(Protocol):
     name: str
     size: int  # one more than the largest id
     end_of_text: int
-    fingerprint: str  # a hash of everything that decides the ids
+    fingerprint: str  # a hash of its tokenizer.json
+    options: dict[str, Any]  # what else decides the ids: arguments of HubTokenizer that are not its defaults
 
     @property
     def raw(self) -> bytes | None: ...  # the content of its tokenizer.json, if it has one
@@ -40,62 +45,102 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
+    def find_spelt_tokens(self, text: str) -> set[str]: ...
+
 
 class HubTokenizer:
     """A `tokenizer.json` of the `tokenizers` library; `backend` says which library encodes.
 
     tiktoken encodes byte-level BPEs, about ten times faster, if it gives the same ids (tiktoken_bpe.py). Text is text:
-    if a document spells a control token such as <|endoftext|>, its characters are encoded, not the token. No start or
-    end tokens are added. Lone surrogates are encoded as U+FFFD. A text of more than two million characters is encoded
-    in pieces that begin at a line, which gives the same ids if the tokenizer splits at line ends first, as the
-    byte-level ones do.
+    if a document spells a special token such as <|endoftext|>, its characters are encoded, not the token, unless
+    `special_tokens` says otherwise. No start or end tokens are added. Lone surrogates are encoded as U+FFFD. A text of
+    more than two million characters is encoded in pieces that begin at a line, which gives the same ids if the
+    tokenizer splits at line ends first, as the byte-level ones do.
+
+    Args:
+        name: for messages and the manifest.
+        raw: the content of a tokenizer.json.
+        end_of_text: the token that ends each document; by default the first of END_OF_TEXT that the tokenizer has.
+        special_tokens: whether a special token that a text spells is encoded as the token.
+
+    Raises:
+        ValueError: `raw` is no tokenizer, lets text grow without bound, or has no such end-of-text token.
     """
 
-    def __init__(self, name: str, raw: bytes) -> None:
+    def __init__(self, name: str, raw: bytes, end_of_text: str | None = None, special_tokens: bool = False) -> None:
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Backend
 
         try:
-            backend = Backend.from_buffer(raw)
-        except Exception as error:  # the library raises bare Exception
+            config = json.loads(raw)
+            growing = find_growing_part(config)  # first, since the library normalizes added tokens when it reads them
+            backend = None if growing else Backend.from_buffer(raw)
+        except BaseException as error:  # the library raises bare Exception
+            if not (isinstance(error, Exception) or _is_panic(error)):
+                raise
             raise ValueError(f"tokenizer {name} is not a file of the tokenizers library: {error}") from error
+        if backend is None:
+            raise ValueError(f"tokenizer {name} is refused: its {growing} may make text more than {MOST} times as long")
         backend.no_truncation()
         backend.no_padding()
-        end_of_text = next((token for token in END_OF_TEXT if backend.token_to_id(token) is not None), None)
-        if end_of_text is None:
-            raise ValueError(f"tokenizer {name} has no end-of-text token, none of {', '.join(END_OF_TEXT)}")
+        found = next((token for token in END_OF_TEXT if backend.token_to_id(token) is not None), None)
+        other_end = None if end_of_text == found else end_of_text
+        self.options = select_options({"end_of_text": other_end, "special_tokens": special_tokens})
+        end_of_text = _check_end_of_text(name, end_of_text or found, backend)
         self.end_of_text = int(backend.token_to_id(end_of_text) or 0)
         added = backend.get_added_tokens_decoder().get(self.end_of_text)
         if added is None or not added.special:
             backend.add_special_tokens([AddedToken(end_of_text, special=True, normalized=False)])
-        backend.encode_special_tokens = True
-        self.name, self.raw = name, raw
+        backend.encode_special_tokens = not special_tokens
+        self.name, self.raw, self.special_tokens = name, raw, special_tokens
+        special = [token for token in backend.get_added_tokens_decoder().values() if token.special]
+        longest_first = sorted((token.content for token in special), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)))
         self.size: int = max(backend.get_vocab().values()) + 1
         # whether the library would add tokens around a text
         self.adds_tokens = backend.num_special_tokens_to_add(False) > 0
         self.fingerprint = fingerprint_tokenizer(raw)
         self._library = backend
-        self._fast = tiktoken_bpe.build_byte_bpe(raw, self.end_of_text)
+        self._fast = tiktoken_bpe.build_byte_bpe(config, self.end_of_text)
+        if special_tokens and any(token.normalized for token in special):
+            self._fast = None  # whether a text spells such a token depends on its normal form
         if self._fast and not all(map(self._encodes_alike, tiktoken_bpe.CHECK_TEXTS)):
             self._fast = None
         self.backend = "tiktoken" if self._fast else "tokenizers"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._library.encode_special_tokens = True  # pickling forgets it
+        self._library.encode_special_tokens = not self.special_tokens  # pickling forgets it
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the ids of each text, 1-D uint32, without end-of-text; threads share a large batch."""
+        """Return the ids of each text, 1-D uint32, without end-of-text; threads share a large batch.
+
+        Raises:
+            ValueError: the library gives up on a text, as for a regular expression that takes exponentially long.
+        """
         pieces = [list(_split_text(replace_surrogates(text))) for text in texts]
         flat = [piece for text in pieces for piece in text]
         encoded = iter(self._encode_by_tiktoken(flat) if self._fast else self._encode_by_library(flat))
         return [_join([next(encoded) for _ in text]) for text in pieces]
 
+    def find_spelt_tokens(self, text: str) -> set[str]:
+        """Return the special tokens that a text spells although they are not encoded as tokens."""
+        return set() if self.special_tokens else set(self._special.findall(text))
+
     def _encodes_alike(self, text: str) -> bool:
         return np.array_equal(self._encode_one(text), self._encode_by_library([text])[0])
 
     def _encode_by_library(self, texts: list[str]) -> list[np.ndarray]:
-        encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            if len(texts) > 1:  # one at a time finds the text
+                return [self._encode_by_library([text])[0] for text in texts]
+            raise ValueError(
+                f"tokenizer {self.name} cannot encode the text that begins with {texts[0][:80]!r}: {error}"
+            ) from None
         return [np.array(one.ids, dtype=np.uint32) for one in encoded]
 
     def _encode_by_tiktoken(self, texts: list[str]) -> list[np.ndarray]:
@@ -108,6 +153,8 @@ class HubTokenizer:
 
     def _encode_one(self, text: str) -> np.ndarray:
         assert self._fast is not None
+        if self.special_tokens and self._special.search(text):
+            return self._encode_by_library([text])[0]
         try:
             return self._fast.encode(text)
         except ValueError:  # the text has hundreds of thousands of spaces or line ends in a row
@@ -116,6 +163,31 @@ class HubTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids, with control tokens spelt out."""
         return self._library.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def _check_end_of_text(name: str, token: Any, backend: Any) -> str:
+    """Return the end-of-text token of a tokenizer of the library, if it has it."""
+    if token is None:
+        raise ValueError(
+            f"tokenizer {name} has no end-of-text token, none of {', '.join(END_OF_TEXT)}: name one of its special "
+            "tokens by data.end_of_text"
+        )
+    if not isinstance(token, str) or backend.token_to_id(token) is None:
+        special = [token.content for token in backend.get_added_tokens_decoder().values()]
+        raise ValueError(
+            f"data.end_of_text={token} is no token of tokenizer {name}{suggest_nearest(str(token), special)}"
+        )
+    return token
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Return whether a library written in Rust gave up. Its exception is no Exception, and has no public name."""
+    return type(error).__name__ == "PanicException"
+
+
+def select_options(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those entries of a mapping, such as the metadata of data, that are options of a tokenizer."""
+    return {key: source[key] for key in ("end_of_text", "special_tokens") if source.get(key)}
 
 
 def fingerprint_tokenizer(raw: bytes) -> str:
@@ -140,9 +212,9 @@ def _get_pool(size: int, process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(size, thread_name_prefix="encode")
 
 
-def load_tokenizer(name: str) -> HubTokenizer:
+def load_tokenizer(name: str, end_of_text: str | None = None, special_tokens: bool = False) -> HubTokenizer:
     """Return the tokenizer of a name; see `read_tokenizer` for the names and the errors."""
-    return HubTokenizer(name, read_tokenizer(name))
+    return HubTokenizer(name, read_tokenizer(name), end_of_text, special_tokens)
 
 
 def read_tokenizer(name: str) -> bytes:

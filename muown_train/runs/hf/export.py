@@ -33,7 +33,7 @@ def export_run(saved: SavedRun, out: Path, dtype: torch.dtype = torch.float32) -
     """Write the folder `out`, whole or not at all. An earlier export there is replaced.
 
     Rows of the vocabulary for which the tokenizer has no token are cut off. As in training, the tokenizer adds no
-    tokens of its own.
+    tokens of its own, and takes special tokens that a text spells for text unless `data.special_tokens` was true.
 
     Args:
         dtype: the dtype of the weights, float32 or bfloat16.
@@ -74,6 +74,7 @@ def _write_export(saved: SavedRun, folder: Path, dtype: torch.dtype, layout: lay
     ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
     kind = {"architectures": [layout.ARCHITECTURE], "model_type": layout.MODEL_TYPE}
     origin = {"run": saved.folder.name, "step": saved.step, "tokenizer_hash": tokenizer.fingerprint}
+    origin |= tokenizer.options
     texts = {
         "config.json": _to_json(kind | layout.to_config(settings) | common | ends),
         "generation_config.json": _to_json(ends | {"pad_token_id": tokenizer.end_of_text}),
@@ -112,6 +113,7 @@ def _build_tokenizer_files(tokenizer: HubTokenizer, longest: int) -> dict[str, s
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": longest,
         "clean_up_tokenization_spaces": False,
+        "split_special_tokens": not tokenizer.special_tokens,  # the model has seen their letters, not them
     }
     return {TOKENIZER: content, "tokenizer_config.json": _to_json(settings)}
 

@@ -15,6 +15,7 @@ from hydra.utils import instantiate
 
 from muown_train.config.compose import CONFIG_DIR
 from muown_train.data.loader import Loader
+from muown_train.data.shards import dataset
 from muown_train.data.shards import prepare as preparation
 from muown_train.data.shards.dataset import shards
 from muown_train.data.sources import RunInfo
@@ -22,6 +23,12 @@ from muown_train.data.token_file import TokenWriter, read_tokens
 from tests.helpers.text_files import word_tokenizer_json
 
 RUN = RunInfo(seq_len=20, seed=0, valid_tokens=100, cache=Path("unused"), vocab_size=300)
+
+
+@pytest.fixture(autouse=True)
+def run_in_a_folder_of_its_own(tmp_path, monkeypatch):
+    """The cache is used for shards without an index."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
@@ -164,7 +171,6 @@ AGAIN = ": copy it again, or prepare the shards again$"
         (lambda path: path.unlink(), r"train_000002\.bin does not exist, but index\.json lists it" + AGAIN),
         (lambda path: write(path, [1, 2, 3]), r"train_000002\.bin has 3 tokens, but index\.json says 500" + AGAIN),
         (lambda path: write(path, [1] * 500, "<u4"), r"train_000002\.bin holds uint32"),
-        (lambda path: write(path, [999] * 500), r"train_000002\.bin holds id 999"),
         (
             lambda path: write(path.with_name("train_999999.bin"), [1]),
             r"train_999999\.bin is missing from ",
@@ -202,7 +208,7 @@ def test_another_tokenizer_is_refused(folder, tmp_path):
         shards(str(tmp_path / "other.json"), run=RUN)
 
 
-def test_100_gigabytes_open_and_sample_at_once(nanogpt):
+def test_100_gigabytes_open_and_sample_at_once(nanogpt, monkeypatch):
     folder, _, tokenizer = nanogpt
     count = 50_000_000_000
     header = np.zeros(256, dtype="<i4")
@@ -211,6 +217,7 @@ def test_100_gigabytes_open_and_sample_at_once(nanogpt):
     with (folder / "fineweb_train_000002.bin").open("wb") as file:
         file.write(header.tobytes())
         file.truncate(1024 + 2 * count)
+    monkeypatch.setattr(dataset, "_find_largest_ids", lambda paths: [0] * len(paths))  # the only thing that reads all
     shards(str(folder), tokenizer, run=RUN)  # what is imported on the way does not count
     tracemalloc.start()
     begin = time.perf_counter()

@@ -69,8 +69,8 @@ def test_killed_while_reading(source, tmp_path, monkeypatch, limits):
     real = reader.read_documents
     for stop in (3, 17, 31) if limits else (0, 17, 56, 89):
 
-        def failing(paths, text, stop=stop):
-            for number, document in enumerate(real(paths, text), 30 * int(paths[0].stem)):
+        def failing(paths, text, stop=stop, **options):
+            for number, document in enumerate(real(paths, text, **options), 30 * int(paths[0].stem)):
                 if number == stop:
                     raise Killed
                 yield document

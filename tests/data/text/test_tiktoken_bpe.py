@@ -243,10 +243,9 @@ def test_tiktoken_would_differ_for_a_token_out_of_reach():
 def test_other_ids_on_the_check_text_are_a_reason_to_fall_back(monkeypatch):
     right = tiktoken_bpe.build_byte_bpe
 
-    def wrong(raw, end_of_text):
-        config = json.loads(raw)
-        assert right(raw, end_of_text) is not None
-        return right(json.dumps(config | {"normalizer": None}).encode(), end_of_text)
+    def wrong(config, end_of_text):
+        assert right(config, end_of_text) is not None
+        return right(config | {"normalizer": None}, end_of_text)
 
     monkeypatch.setattr(tiktoken_bpe, "build_byte_bpe", wrong)
     tokenizer = HubTokenizer("nfc", json.dumps(variant("neox")).encode())
