@@ -61,9 +61,15 @@ class Comparison:
         ]
 
     def make_differences(self) -> Table:
-        """Return the settings that differ; settings with the same values throughout share a line."""
+        """Return the settings that differ; settings with the same values throughout share a line.
+
+        A setting that some groups do not have, such as one of another optimizer, is left out unless it was given.
+        """
+        given = _list_given_keys(self.groups)
         keys_by_values: dict[tuple[str, ...], list[str]] = {}
         for key, values in sorted(self.differing.items(), key=lambda item: _rank_key(item[0])):
+            if ABSENT in values and key not in given:
+                continue
             keys_by_values.setdefault(tuple(map(format_value, values)), []).append(key)
         rows = [[", ".join(sorted(keys, key=len)), *values] for values, keys in keys_by_values.items()]
         if len(self.groups) <= MAX_SIDE_BY_SIDE:
@@ -178,6 +184,12 @@ def choose_words(groups: Sequence[RunGroup]) -> list[list[str]]:
             chosen.append(key)
             told_apart = now
     return [[_format_word(key, differing[key][i], chosen) for key in chosen] for i in range(len(groups))]
+
+
+def _list_given_keys(groups: Sequence[RunGroup]) -> set[str]:
+    """Return the keys of all words that runs were last started with."""
+    words = (word for group in groups for run in group.runs for word in run.manifest.get("command", []))
+    return {word.partition("=")[0].lstrip("+~") for word in words}
 
 
 def _rank_key(key: str) -> int:

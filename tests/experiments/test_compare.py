@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import os
 import statistics
 import subprocess
@@ -301,3 +302,16 @@ def test_what_is_no_run_is_passed_over(runs, tmp_path, monkeypatch, capsys):
     assert called(monkeypatch, tmp_path, "runs/*", "--out", "here") is None
     assert "passed over: runs/notes.txt is no folder" in capsys.readouterr().err
     assert (tmp_path / "here" / "compare.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_setting_that_only_one_optimizer_has_is_shown_if_it_was_given(tmp_path):
+    muown = settings(_target_="x.Muown", ns_steps=5, magnitude_lr=None)
+    folders = [
+        write(tmp_path / "muown", [line(1)], muown),
+        write(tmp_path / "muon", [line(1)], settings(_target_="x.Muon", nesterov=True, ns_steps=5)),
+    ]
+    keys = [row[0] for row in compare_runs([read_run(folder) for folder in folders]).make_differences().rows]
+    assert keys == ["optim._target_"]
+    (folders[0] / "manifest.json").write_text(json.dumps({"command": ["optim=muown", "optim.magnitude_lr=null"]}))
+    rows = compare_runs([read_run(folder) for folder in folders]).make_differences().rows
+    assert [row[0] for row in rows] == ["optim._target_", "optim.magnitude_lr"] and sorted(rows[1][1:]) == ["null", "—"]
