@@ -70,6 +70,16 @@ STATE: dict[str, Kind] = {
 }
 
 
+# keys that belong together: a checkpoint that has one of them has all
+TOGETHER = {
+    "trainer/": ("step", "tokens", "seconds", "rollbacks"),
+    r"random/\d+/": (
+        *("torch", "python", "numpy/bit_generator"),
+        *("numpy/state/key", "numpy/state/pos", "numpy/has_gauss", "numpy/gauss"),
+    ),
+}
+
+
 def _is_python_state(value: Any) -> bool:
     """Return whether a value is [3, [624 words and a place among them], the next normal number or null]."""
     if not (isinstance(value, list) and len(value) == 3 and value[0] == 3 and isinstance(value[1], list)):
@@ -126,11 +136,11 @@ def check_state(state: Any) -> dict[str, Any]:
     return check_entries(state, STATE)
 
 
-def check_nesting(state: Mapping[str, Any]) -> None:
-    """Check that no flat key of a state stands above another, as `a` above `a/b`; an empty mapping may.
+def check_keys(state: Mapping[str, Any]) -> None:
+    """Check that the flat keys of a checkpoint's state make a tree, and that none is missing among its counters.
 
     Raises:
-        ValueError: naming the key.
+        ValueError: a key stands above another that is no empty mapping, as `a` above `a/b`, or a key is missing.
     """
     for key in state:
         parts = key.split("/")
@@ -138,6 +148,10 @@ def check_nesting(state: Mapping[str, Any]) -> None:
             above = "/".join(parts[:length])
             if above in state and state[above] != {}:
                 raise ValueError(f"it has both {above!r} and {key!r}")
+        for pattern, names in TOGETHER.items():
+            found = re.match(pattern, key)
+            if found and (missing := [name for name in names if found[0] + name not in state]):
+                raise ValueError(f"it has no {found[0]}{missing[0]}")
 
 
 def check_tensors(file: BinaryIO, size: int) -> dict[str, tuple[str, list[int]]]:

@@ -279,7 +279,12 @@ class Checkpoints:
             return None
         nested = unflatten(opened.load_all())
         for name, stateful in state.items():
-            stateful.load_state_dict(nested.get(name, {}))
+            try:
+                stateful.load_state_dict(nested.get(name, {}))
+            except KeyError as error:  # a stranger may have left out what every run saves
+                raise ValueError(
+                    f"{opened.folder} lacks {error} of the state of {name}: no run can go on from it"
+                ) from error
         return opened.step
 
     def open_newest(self) -> OpenCheckpoint | None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from muown_train.config.stored_files import (
     check_entries,
     check_index,
-    check_nesting,
+    check_keys,
     check_state,
     check_tensors,
     shorten,
@@ -253,12 +253,7 @@ def decode_index(content: bytes) -> dict[str, Any]:
 
 
 def read_checked_index(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's index.json.
-
-    Raises:
-        ValueError: it is damaged (see `decode_index`), or no regular file.
-        OSError: it cannot be read, which is not damage.
-    """
+    """Return the content of a checkpoint's index.json; the errors are those of `read_regular` and `decode_index`."""
     return decode_index(read_regular(checkpoint / INDEX))
 
 
@@ -358,9 +353,12 @@ def _find_wrong_state(checkpoint: Path, index: Mapping[str, Any]) -> str | None:
             else:
                 with open_regular(path) as file:
                     state |= _check_random_states(check_tensors(file, index["files"][name]["bytes"]))
-            check_nesting(state)
         except ValueError as error:
             return f"{name} cannot be used: {error}"
+    try:
+        check_keys(state)
+    except ValueError as error:
+        return f"its state cannot be used: {error}"
     trained = state.get("trainer/step", index["step"])
     return None if trained == index["step"] else f"it holds a run after step {trained}, which is not that of the folder"
 

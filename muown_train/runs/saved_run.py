@@ -14,19 +14,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
+from muown_train.config.checks import is_number
 from muown_train.config.instantiate import ALLOWED
 from muown_train.config.run_name import check_new_folder
 from muown_train.config.schema import RunConfig, parse_config
-from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer
+from muown_train.config.stored_files import shorten
+from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer, fingerprint_tokenizer, select_options
 from muown_train.models.language_model import LanguageModel, build_model
 from muown_train.runs.checkpoint import Checkpoints, ModelState
 from muown_train.runs.checkpoint_reader import OpenCheckpoint, open_checkpoint
+from muown_train.runs.manifest import encode_config
 from muown_train.runtime import hardware
-from muown_train.runtime.atomic_files import atomic_folder, write_atomic
+from muown_train.runtime.atomic_files import atomic_folder, read_regular, write_atomic
 from muown_train.runtime.distributed import World
+
+_FEW_LAYERS = 256
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class SavedRun:
     def _build_model(self) -> LanguageModel:
         try:
             return build_model(self.config.model, self.config.seq_len)
-        except (TypeError, RuntimeError) as error:  # a setting is missing, or a size is beyond the memory
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # a setting is missing or too large
             reason = str(error).splitlines()[0]
             raise ValueError(f"{self.checkpoint} has a model that cannot be made: {reason}") from error
 
@@ -90,16 +94,31 @@ class SavedRun:
         """Return the tokenizer of the run's data.
 
         Raises:
-            ValueError: there is none, as with random data.
+            ValueError: there is none, as with random data, or the file is not the one that the run was trained with.
         """
         file = self.folder / TOKENIZER
         try:
-            return HubTokenizer(str(self.data.get("tokenizer", file)), file.read_bytes())
+            raw = read_regular(file)
         except OSError as error:
             raise ValueError(
                 f"{file} cannot be read ({error.strerror}): random data have no tokenizer; "
                 "for a run of an earlier version, copy the file there that it was trained with"
             ) from error
+        # an export, and so what is imported from it, may have another file than the data
+        recorded = self.data.get("tokenizer_file_hash", self.data.get("tokenizer_hash") if self.config.data else None)
+        if recorded is not None and recorded != fingerprint_tokenizer(raw):
+            raise ValueError(
+                f"{file} is not the tokenizer that the model was trained with, by its hash "
+                f"({fingerprint_tokenizer(raw)}, and not {shorten(recorded)}): put that file there"
+            )
+        tokenizer = HubTokenizer(str(self.data.get("tokenizer", file)), raw, **select_options(self.data))
+        entries: Any = self.config.model.get("vocab_size")
+        if is_number(entries) and tokenizer.size > entries:
+            raise ValueError(
+                f"{file} has ids up to {tokenizer.size - 1:,}, and the model has {entries:,} entries: it belongs to "
+                "another model"
+            )
+        return tokenizer
 
 
 def open_run(path: str | Path, step: int | None = None) -> SavedRun:
@@ -127,7 +146,12 @@ def describe_run(opened: OpenCheckpoint) -> SavedRun:
         config = parse_config({**opened.config, "name": None, "trust": []}, "run")
     except ValueError as error:
         raise ValueError(f"{opened.folder} has a configuration that cannot be used: {error}") from None
-    target = config.model["_target_"]
+    target: str = config.model["_target_"]
+    layers: Any = config.model.get("layers")
+    if is_number(layers) and layers > max(len(opened.readers), _FEW_LAYERS):  # making them takes long
+        raise ValueError(
+            f"{opened.folder} has the configuration model.layers={layers}, and holds {len(opened.readers)} weights"
+        )
     if target in ALLOWED and not target.startswith("muown_train.models."):
         raise ValueError(f"{opened.folder} has the configuration model._target_={target}, which is no model")
     return SavedRun(opened.folder.parent.parent, opened.folder, opened.step, config, opened.data, opened)
@@ -157,7 +181,7 @@ def write_run(
     with atomic_folder(folder, check_new_folder) as partial:
         if tokenizer is not None:
             write_atomic(partial / TOKENIZER, tokenizer)
-        write_atomic(partial / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))).encode())
+        write_atomic(partial / "config.yaml", encode_config(config))
         write_atomic(partial / "manifest.json", (json.dumps(dict(origin), indent=1) + "\n").encode())
         metadata = {"config": dict(config), "data": dict(data), "wandb_id": None}
         checkpoints = Checkpoints(partial / "checkpoints", World(0, 1, torch.device("cpu")), metadata=metadata)

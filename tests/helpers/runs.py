@@ -54,15 +54,20 @@ def configured(*overrides: str) -> DictConfig:
     return compose_config(list(overrides))
 
 
-def built(corpus: Path, out: Path, *overrides: str, world: World = HERE) -> Run:
-    """A small run on `corpus`, named "run" unless the overrides say otherwise."""
+def make_config(corpus: Path, out: Path, *overrides: str) -> RunConfig:
+    """The configuration of a small run on `corpus`, named "run" unless the overrides say otherwise."""
     config = copy.deepcopy(_load_config(("name=run", *SMALL, *overrides)))
     given = {override.partition("=")[0] for override in overrides}
     config.out = config.out if "out" in given else str(out)
     config.cache = config.cache if "cache" in given else f"{corpus}/cache"
     if "train" in config.data and "data.train" not in given:
         config.data["train"] = f"{corpus}/*.txt"
-    return build_run(config, world)
+    return config
+
+
+def built(corpus: Path, out: Path, *overrides: str, world: World = HERE) -> Run:
+    """A small run of such a configuration."""
+    return build_run(make_config(corpus, out, *overrides), world)
 
 
 @functools.lru_cache(maxsize=64)

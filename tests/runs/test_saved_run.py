@@ -221,7 +221,7 @@ def test_a_rank_that_the_index_does_not_list_is_damage(run, tmp_path):
         (lambda index: index.update(step=8), "index.json has step=8, which is not that of the folder"),
         (lambda index: index.update(step="12"), "index.json has step='12', which is not"),
         (lambda index: index.pop("about"), "does not say what it is a checkpoint of"),
-        (lambda index: index["about"].update(data=[1]), r"has data=\[1\]: it must be a mapping"),
+        (lambda index: index["about"].update(data=[1]), r"has about.data=\[1\], which must be a mapping"),
         (lambda index: index["about"]["config"].pop("model"), "model=None: it must be a mapping with a _target_"),
         (lambda index: index["about"]["config"].update(model=3), "model=3: it must be a mapping with a _target_"),
         (lambda index: index["about"]["config"]["model"].pop("_target_"), "it must be a mapping with a _target_"),
@@ -237,10 +237,17 @@ def test_a_rank_that_the_index_does_not_list_is_damage(run, tmp_path):
         ),
         (lambda index: index["about"]["config"]["model"].update(vocab_size=10**18), "model that cannot be made"),
         (
-            lambda index: index["about"]["config"]["model"].update(vocab_size=10**12),
+            lambda index: index["about"]["config"]["model"].update(vocab_size=10**6),
             r"step-00000012: embedding.weight has",
         ),
-        (lambda index: index["about"]["config"]["model"].update(seq_len=10**13), "model that cannot be made: .*memory"),
+        (
+            lambda index: index["about"]["config"]["model"].update(seq_len=10**13),
+            "model that cannot be made: .*seq_len",
+        ),
+        (
+            lambda index: index["about"]["config"]["model"].update(layers=4000),
+            r"model.layers=4000, and holds \d+ weights",
+        ),
     ],
 )
 def test_a_strangers_odd_index_is_one_sentence(run, tmp_path, change, says):

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from muown_train.config.compose import compose_config
 from muown_train.config.instantiate import list_settings
 from muown_train.config.run_name import check_new_folder
-from muown_train.data.text.tokenizer import HubTokenizer
+from muown_train.data.text.tokenizer import HubTokenizer, fingerprint_tokenizer, select_options
 from muown_train.runs.hf import layouts
 from muown_train.runs.hf.folder import TransformersFolder, read_transformers_folder
 from muown_train.runs.saved_run import write_run
@@ -32,8 +32,10 @@ def import_folder(path: Path, out: Path) -> TransformersFolder:
     data: dict[str, Any] = {}
     try:
         if theirs.tokenizer:
-            size = HubTokenizer(str(path), theirs.tokenizer).size
-            data = {"tokenizer": str(path), "tokenizer_hash": theirs.tokenizer_hash, "vocabulary": size}
+            options = select_options(theirs.origin)
+            size = HubTokenizer(str(path), theirs.tokenizer, **options).size
+            data = {"tokenizer": str(path), "tokenizer_hash": theirs.tokenizer_hash, "vocabulary": size, **options}
+            data["tokenizer_file_hash"] = fingerprint_tokenizer(theirs.tokenizer)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     step, origin = theirs.origin.get("step", 0), {"imported": str(path)} | theirs.origin
