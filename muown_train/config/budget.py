@@ -1,5 +1,7 @@
 """Steps and rows of a run: from the tokens that a user sets to what the trainer counts."""
 
+from muown_train.config.checks import LARGEST
+
 
 def compute_batch_rows(batch_tokens: int, seq_len: int, micro_batch: int, ranks: int) -> int:
     """Return the rows of one step over all ranks.
@@ -27,13 +29,15 @@ def compute_steps(tokens: float | None, tokens_per_parameter: float | None, para
     """Return the number of steps that the budget pays for, rounded to the nearest.
 
     Raises:
-        ValueError: neither or both budgets are given, or the budget is less than half a step.
+        ValueError: neither or both budgets are given, or the budget is less than half a step or more than LARGEST.
     """
     if (tokens is None) == (tokens_per_parameter is None):
         raise ValueError(
             f"tokens={tokens} and tokens_per_parameter={tokens_per_parameter}: set one of them and the other to null"
         )
     budget = tokens if tokens is not None else (tokens_per_parameter or 0) * parameters
+    if budget > LARGEST:
+        raise ValueError(f"a budget of {budget:.3g} tokens is more than 10^15, the largest that a run may have")
     steps = round(budget / batch_tokens)
     if steps < 1:
         raise ValueError(f"a budget of {budget:.0f} tokens is less than one step of batch_tokens={batch_tokens}")

@@ -45,8 +45,24 @@ def load_config(overrides: Sequence[str]) -> RunConfig:
         ValueError, HydraException, OmegaConfBaseException: a word is not an override, or a key or value is wrong.
     """
     overrides = update_overrides(overrides)
+    check_choices(overrides)
     config, choices = _compose(quote_text(overrides))
     return check_config(config, choices, overrides)
+
+
+def check_choices(overrides: Sequence[str]) -> None:
+    """Refuse a list where one option of a config group is chosen; of probes there may be several, by name.
+
+    Raises:
+        ValueError: naming the override. HydraException: a word is no override.
+    """
+    options = list_options()
+    for override in parse_overrides(overrides):
+        value = None if override.is_sweep_override() else override.value()
+        key = override.key_or_group
+        if key in options and isinstance(value, list) and not (key == "probes" and all(type(v) is str for v in value)):
+            names = "a list of names" if key == "probes" else "one of"
+            raise ValueError(f"{override.input_line} must be {names} {', '.join(options[key])}")
 
 
 def check_config(composed: DictConfig, choices: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:

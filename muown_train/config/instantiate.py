@@ -7,10 +7,10 @@ ALLOWED lists or what the person who runs the program trusts, and this is checke
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
-from muown_train.config.checks import is_number
+from muown_train.config.checks import check_kind, is_number
 from muown_train.config.renamed_names import update_target
 from muown_train.runtime.suggest import suggest_nearest
 
@@ -61,8 +61,7 @@ def bind_target(
     """
     check_targets(settings, section, trust)  # all of them, before the first is imported
     target = _bind(settings, section)
-    check_settings(target.keywords, target, section, given)
-    return target
+    return partial(target.func, **check_settings(target.keywords, target, section, given))
 
 
 def list_settings(settings: Mapping[str, Any], section: str, trust: Sequence[str] = ()) -> dict[str, Any]:
@@ -107,23 +106,19 @@ def check_targets(settings: Any, section: str, trust: Sequence[str] = ()) -> Non
         check_targets(value, f"{section}.{key}", trust)
 
 
-def check_settings(settings: Any, target: partial[Any], section: str, given: Iterable[str] = ()) -> None:
-    """Check the names of settings, and the kinds of their values as far as defaults in the signature tell them.
+def check_settings(settings: Any, target: partial[Any], section: str, given: Iterable[str] = ()) -> dict[str, Any]:
+    """Return settings as the target takes them, checked against the names and annotations in its signature.
 
     Raises:
         ValueError: a setting is no argument of the target (with the nearest one that is), or is of another kind.
     """
     if not isinstance(settings, Mapping):
         raise ValueError(f"{section}={settings!r} must be a mapping of settings, such as {{lr: 0.001}}")
-    parameters = {key: p for key, p in inspect.signature(target.func).parameters.items() if key not in set(given)}
-    for key, value in settings.items():
-        if key not in parameters:
-            raise ValueError(
-                f"{section}.{key} is no setting of {target.func.__name__}{suggest_nearest(key, parameters)}"
-            )
-        kind = _describe_kind(parameters[key].default)
-        if kind and _describe_kind(value) != kind:
-            raise ValueError(f"{section}.{key}={value!r} must be {kind}")
+    kinds = {key: kind for key, kind in _list_kinds(target.func).items() if key not in set(given)}
+    for key in settings:
+        if key not in kinds:
+            raise ValueError(f"{section}.{key} is no setting of {target.func.__name__}{suggest_nearest(key, kinds)}")
+    return {key: check_kind(f"{section}.{key}", value, kinds[key]) for key, value in settings.items()}
 
 
 def _bind(settings: Any, section: str) -> partial[Any]:
@@ -147,7 +142,7 @@ def _make_value(value: Any, section: str) -> Any:
     if "_target_" not in value:
         return {key: _make_value(item, f"{section}.{key}") for key, item in value.items()}
     target = _bind(value, section)
-    check_settings(target.keywords, target, section)
+    target = partial(target.func, **check_settings(target.keywords, target, section))
     if value.get("_partial_", False) is True:
         return target
     try:
@@ -167,12 +162,22 @@ def _import_target(target: Any, section: str) -> Callable[..., Any]:
     return imported
 
 
-def _describe_kind(value: Any) -> str | None:
-    """Return the kind of a value in words; None for one that says nothing about its kind."""
-    if isinstance(value, bool):
-        return "true or false"
-    if is_number(value):
-        return "a number"
-    if isinstance(value, list | tuple) and value and all(map(is_number, value)):
-        return f"{len(value)} numbers"
-    return None
+@cache
+def _list_kinds(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotation of each argument; without one, what its default says."""
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters
+    except NameError:  # a name that the module imports for type checkers alone
+        return {key: _infer_kind(p.default) for key, p in inspect.signature(function).parameters.items()}
+    return {key: _infer_kind(p.default) if p.annotation is p.empty else p.annotation for key, p in parameters.items()}
+
+
+def _infer_kind(default: Any) -> Any:
+    """Return an annotation for an argument with this default: of a boolean, a number, or a row of numbers."""
+    if isinstance(default, bool):
+        return bool
+    if is_number(default):
+        return float
+    if isinstance(default, list | tuple) and default and all(map(is_number, default)):
+        return tuple[(float,) * len(default)]  # type: ignore[misc]
+    return Any

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from muown_train.config.checks import check_bool, check_choice, check_int, check_positive
+from muown_train.config.checks import check_bool, check_choice, check_int, check_path, check_positive
 from muown_train.config.renamed_names import update_stored_config
 from muown_train.config.run_name import check_run_name
 from muown_train.runtime.suggest import suggest_nearest
@@ -125,8 +125,8 @@ class TrainerSettings:
 _Check = Callable[[str, Any], Any]
 
 
-def _expect_int(least: int) -> _Check:
-    return lambda key, value: check_int(key, value, least)
+def _expect_int(least: int, most: int = 2**63 - 1) -> _Check:
+    return lambda key, value: check_int(key, value, least, most)
 
 
 def _expect_choice(*choices: str) -> _Check:
@@ -147,16 +147,9 @@ def _check_reduce_dtype(key: str, value: Any) -> Any:
     return value
 
 
-def _check_folder(key: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{key}={value!r} must be a folder")
-    return value
-
-
 def _check_source(key: str, value: Any) -> str:
-    if not (isinstance(value, str) and value):
-        raise ValueError(f"{key}={value!r} must be the folder of a run or of a checkpoint, or null")
-    return str(Path(value).expanduser())  # a slash at the end makes no difference
+    # a slash at the end makes no difference
+    return str(Path(check_path(key, value, "the folder of a run or of a checkpoint, or null")))
 
 
 def _check_trusted_names(key: str, value: Any) -> list[str]:
@@ -173,14 +166,18 @@ def _check_section(key: str, value: Any) -> Section:
 
 _CHECKS: dict[str, _Check] = {
     "name": lambda key, value: check_run_name(value),  # YAML reads name=5 as a number
-    "out": _check_folder,
-    "cache": _allow_null(_check_folder),
+    "out": check_path,
+    "cache": _allow_null(check_path),
     "init_from": _allow_null(_check_source),
     "checkpoint": _allow_null(_check_source),
-    **dict.fromkeys(("seq_len", "batch_tokens", "micro_batch", "eval_every", "valid_tokens"), _expect_int(1)),
-    **dict.fromkeys(("save_every", "keep_checkpoints", "log_every", "probe_every", "max_bad_updates"), _expect_int(1)),
-    **dict.fromkeys(("sample_tokens", "seed", "max_rollbacks", "diverged_from"), _expect_int(0)),
-    "workers": _allow_null(_expect_int(0)),
+    # what a run holds in memory, and what it does at its end, has a limit
+    **dict.fromkeys(("batch_tokens", "valid_tokens"), _expect_int(1, 10**10)),
+    **dict.fromkeys(("seq_len", "micro_batch"), _expect_int(1, 2**24)),
+    "sample_tokens": _expect_int(0, 100_000),
+    "workers": _allow_null(_expect_int(0, 1024)),
+    **dict.fromkeys(("eval_every", "save_every", "keep_checkpoints", "log_every", "probe_every"), _expect_int(1)),
+    "max_bad_updates": _expect_int(1),
+    **dict.fromkeys(("seed", "max_rollbacks", "diverged_from"), _expect_int(0)),
     **dict.fromkeys(("keep_every", "give_up_after", "replica_check_every"), _allow_null(_expect_int(1))),
     **dict.fromkeys(("tokens", "tokens_per_parameter", "grad_clip", "diverged_above"), _expect_positive_or_null()),
     "time_limit": _expect_positive_or_null(" of minutes"),

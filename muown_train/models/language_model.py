@@ -102,15 +102,21 @@ def build_model(settings: Mapping[str, Any], seq_len: int, trust: Sequence[str] 
     return model
 
 
+LARGEST_SIZE, MOST_LAYERS = 2**24, 4096  # beyond these even the shapes of the weights take too long, or overflow
+
+
 def check_sizes(**sizes: object) -> None:
     """Refuse sizes of a model that are not positive integers, also 768.0, since sizes are stored as they are given.
+
+    Sizes are at most LARGEST_SIZE, and there are at most MOST_LAYERS layers.
 
     Raises:
         ValueError: naming the setting.
     """
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"model.{name}={size!r} must be a positive integer")
+        most = MOST_LAYERS if name == "layers" else LARGEST_SIZE
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= most:
+            raise ValueError(f"model.{name}={size!r} must be a positive integer of at most {most:,}")
 
 
 def check_heads(dim: int, heads: int) -> None:

@@ -3,8 +3,11 @@
 Everything that can be wrong is found before data are read or fetched, and before the run's folder is touched.
 """
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ from muown_train.runs.metrics import Line, Metrics, Sink
 from muown_train.runs.status import lock_folder
 from muown_train.runtime import hardware
 from muown_train.runtime.distributed import World
+from muown_train.runtime.formatting import format_gib
 from muown_train.runtime.redaction import redact_tree
 from muown_train.runtime.stop_signal import StopSignal
 from muown_train.training.continuation import Source
@@ -68,9 +72,15 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
         shard(optimizer)
     tracking: Sink | None = None
     if config.tracking:
-        tracking = bind_target(config.tracking, "tracking", trust=config.trust)()
+        tracking = bind_target(config.tracking, "tracking", ["warn"], config.trust)()
+    probes: dict[str, Any] = {
+        name: bind_target(section, f"probes.{name}", ["context"], config.trust)
+        for name, section in config.probes.items()
+    }
 
     run_info = RunInfo(config.seq_len, config.seed, config.valid_tokens, locate_cache(config.cache), model.vocab_size)
+    if not world.is_main:  # what is said of the data is said once
+        run_info = replace(run_info, progress=lambda line: None)
     data = build_data(config.data, run_info, config.trust)
     if source:
         check_same_data(source.folder, {"data": source.data}, data.metadata)
@@ -103,12 +113,12 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
         metrics=Metrics(folder) if world.is_main else None,
     )
     if config.probes:
-        trainer.probe = build_probes(config, trainer, model, probe_rows)
+        trainer.probe = build_probes(config, probes, trainer, model, probe_rows)
     checkpoint = source.checkpoint if source else None
     run = Run(config, folder, trainer, model, data, checkpoint, metadata={}, sinks=[], lock=None)
     if world.is_main:
         run.metadata = manifest.describe(model, optimizer, data.metadata, settings, world, started) | {"origin": origin}
-        run.sinks = [sink for sink in (ConsoleSink(), tracking) if sink]
+        run.sinks = [sink for sink in (ConsoleSink(lambda: (trainer.step, trainer.activity.name)), tracking) if sink]
         run.lock = lock or lock_folder(folder)
     return run
 
@@ -121,6 +131,7 @@ def build_initial_model(
     Args:
         is_new: whether the run has no checkpoint yet; `init_from` means nothing to a run that has weights of its own.
     """
+    check_memory(config)
     torch.manual_seed(config.seed)
     model = build_model(config.model, config.seq_len, config.trust).to(device)
     if not (config.init_from and is_new):
@@ -128,6 +139,23 @@ def build_initial_model(
     initial = read_initial_weights(config.init_from)
     initial.load_into(model, config.model, config.trust)  # before Muown derives its state from them
     return model, initial
+
+
+def check_memory(config: RunConfig) -> None:
+    """Refuse a model whose weights alone are larger than the memory of this machine, before they are made.
+
+    Raises:
+        ValueError: the model is too large; the message gives both sizes.
+    """
+    with torch.device("meta"):
+        model = build_model(config.model, config.seq_len, config.trust)
+    needed = sum(tensor.nbytes for tensor in chain(model.parameters(), model.buffers()))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise ValueError(
+            f"the weights of the model take {format_gib(needed)} GiB, and this machine has {format_gib(memory)} GiB of "
+            "memory: a smaller model fits"
+        )
 
 
 def build_monitor(config: RunConfig) -> DivergenceMonitor:
@@ -164,10 +192,13 @@ def build_settings(config: RunConfig, steps: int, model: LanguageModel, device: 
     )
 
 
-def build_probes(config: RunConfig, trainer: Trainer, model: LanguageModel, rows: RowSource) -> Callable[[], Line]:
-    """Return a function that takes the measurements that the sections of `probes` configure.
+def build_probes(
+    config: RunConfig, probes: Mapping[str, Any], trainer: Trainer, model: LanguageModel, rows: RowSource
+) -> Callable[[], Line]:
+    """Return a function that takes the measurements of several probes.
 
     Args:
+        probes: by name what makes a probe of its context.
         rows: a source of training rows that nothing else reads.
     """
     from muown_train.analysis.context import ProbeContext, make_magnitude_reader
@@ -185,8 +216,4 @@ def build_probes(config: RunConfig, trainer: Trainer, model: LanguageModel, rows
         trainer.settings.autocast,
         trainer.stop.check,
     )
-    probes: dict[str, Any] = {
-        name: bind_target(section, f"probes.{name}", ["context"], config.trust)
-        for name, section in config.probes.items()
-    }
     return Probes({name: probe(context=context) for name, probe in probes.items()})

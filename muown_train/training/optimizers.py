@@ -67,7 +67,7 @@ def build_optimizer(optim: _Settings, model: nn.Module, trust: Sequence[str] = (
 
 
 def split_param_groups(
-    groups: list[_ParamGroup], patterns: Mapping[str, _Settings], check: Callable[..., None]
+    groups: list[_ParamGroup], patterns: Mapping[str, _Settings], check: Callable[..., object]
 ) -> list[_ParamGroup]:
     """Split groups by which patterns their parameters match, and add the settings of those patterns.
 

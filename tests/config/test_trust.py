@@ -116,8 +116,9 @@ def test_what_is_trusted_may_be_named_and_nothing_else():
     assert made.keywords["orthogonalizer"].func is muown_train.optim.core.orthogonalize.svd
     half = {"_target_": "fractions.Fraction", "numerator": 1, "denominator": 2}
     assert bind_target(half, "x", trust=["fractions.Fraction"])() == Fraction(1, 2)
-    made = bind_target({"_target_": "muown_train.optim.Muown", "zero_rows": [half]}, "x", trust=["fractions.Fraction"])
-    assert made.keywords["zero_rows"] == [Fraction(1, 2)]
+    settings = {"_target_": "muown_train.optim.Muown", "orthogonalizer": [half], "lr": half}
+    made = bind_target(settings, "x", trust=["fractions.Fraction"])
+    assert made.keywords == {"orthogonalizer": [Fraction(1, 2)], "lr": Fraction(1, 2)}
 
 
 @pytest.mark.parametrize(

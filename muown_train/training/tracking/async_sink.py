@@ -9,6 +9,8 @@ from typing import Any
 from muown_train.runs.metrics import Line, Sink
 from muown_train.runtime.redaction import redact
 
+_LONGEST_WAIT = 86400  # seconds that the end of a run may wait for a sink
+
 
 class AsyncSink:
     """Passes everything on to another sink, in order, in one thread, which also starts and finishes that sink.
@@ -20,6 +22,9 @@ class AsyncSink:
         max_waiting: the number of lines that may wait. Beyond it the oldest are dropped, which is reported once.
         late_hint: returns what to do about lines that the sink has not taken within the timeout.
         warn: called with a sentence for the user.
+
+    Raises:
+        ValueError: `finish_timeout` is below 0 or longer than a day.
     """
 
     def __init__(
@@ -31,6 +36,8 @@ class AsyncSink:
         late_hint: Callable[[], str] = lambda: "the run's metrics.jsonl has all lines",
         warn: Callable[[str], None] = print,
     ) -> None:
+        if not 0 <= finish_timeout <= _LONGEST_WAIT:
+            raise ValueError(f"tracking.finish_timeout={finish_timeout!r} must be from 0 to {_LONGEST_WAIT} seconds")
         self.sink, self.name, self.finish_timeout = sink, name, finish_timeout
         self.late_hint, self.warn = late_hint, warn
         self.waiting: deque[Line] = deque(maxlen=max_waiting)

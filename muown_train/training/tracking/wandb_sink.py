@@ -57,8 +57,6 @@ class WandbSink(AsyncSink):
             raise ValueError(f"{source}={mode!r} must be one of {', '.join(_MODES)}{suggest_nearest(mode, _MODES)}")
         if isinstance(tags, str):
             raise ValueError(f"tracking.tags={tags!r} must be a list, such as [{tags}]")
-        if finish_timeout < 0:
-            raise ValueError(f"tracking.finish_timeout={finish_timeout!r} must be at least 0")
         for tag in tags or ():
             _check_text("tracking.tags", tag, MAX_TAG)
         for key, value in (("tracking.project", project), ("WANDB_PROJECT", os.environ.get("WANDB_PROJECT"))):
