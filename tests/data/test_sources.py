@@ -49,6 +49,14 @@ def test_files_become_rows_and_held_out_tokens(texts, tmp_path):
     assert len(load(texts, tmp_path).valid) == 501
 
 
+def test_fewer_held_out_tokens_than_asked_for_are_said(texts, tmp_path):
+    said = []
+    left = len(load(texts, tmp_path, said, valid_tokens=10**6).valid) - 1
+    assert said == [f"data=files: {left} tokens are held out, fewer than valid_tokens=1000000"]
+    load(texts, tmp_path, said, valid_tokens=left)
+    assert len(said) == 1
+
+
 def test_unigram_loss(texts, tmp_path):
     data = load(texts, tmp_path)
     counts = [1.0] * 257

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import lzma
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from tests.helpers.paths import FIXTURES, SHARED
 
+CHAT = "<|im_start|>user\nwhat is <|im_end|><|endoftext|>"  # spells the special tokens of `chat_tokenizer`
 SAMPLE = FIXTURES / "corpus" / "sample.parquet"  # 137 documents of real prose
 
 
@@ -54,6 +56,15 @@ def word_tokenizer_json(end_of_text: str = "<|endoftext|>", special: bool = True
     if end_of_text:
         tokenizer.add_tokens([AddedToken(end_of_text, special=special, normalized=False)])
     return tokenizer.to_str()
+
+
+def chat_tokenizer(**changes) -> bytes:
+    """Return a byte-level tokenizer with three special tokens: ids 256, 257 and 258."""
+    config = json.loads(word_tokenizer_json())
+    (end,) = config["added_tokens"]
+    for k, content in enumerate(["<|im_start|>", "<|im_end|>"], 257):
+        config["added_tokens"].append(end | {"id": k, "content": content})
+    return json.dumps(config | changes).encode()
 
 
 def unpack_tokenizer(name: str, folder: Path) -> Path:

@@ -72,9 +72,9 @@ def expand_globs(
             if not files:
                 raise ValueError(f"{key}: no file matches {pattern!r}")
         paths.update(files)
-    unknown = [_describe_unknown_kind(path) for path in sorted(paths) if not _find_kind(path)]
+    unknown = [path for path in sorted(paths) if not _find_kind(path)]
     if unknown and not any_kind:
-        raise UnreadableFile(_join_faults(unknown))
+        raise UnreadableFile(f"{_describe_unknown_kind(unknown)}; data.on_bad_file=skip leaves such files out")
     files_by_identity: dict[object, list[Path]] = {}
     for path in paths:
         files_by_identity.setdefault(identify_file(path), []).append(path)
@@ -121,7 +121,10 @@ def read_with_labels(
         try:
             yield from _read_file(path, text, label)
         except UnreadableFile as error:
-            others = find_unreadable([*paths[number:], *further], text, label)
+            following = [*paths[number:], *further]
+            if following:
+                print_line(f"{error}; looking for others among the {len(following):,} files that follow")
+            others = find_unreadable(following, text, label)
             raise UnreadableFile(_join_faults([str(error), *others.values()])) from error
 
 
@@ -151,7 +154,7 @@ def find_unreadable(
 def _read_file(path: Path, text: str, label: str | None) -> Iterator[tuple[str, str]]:
     reader = _find_kind(path)
     if reader is None:
-        raise UnreadableFile(_describe_unknown_kind(path))
+        raise UnreadableFile(_describe_unknown_kind([path]))
     try:
         for document, value in reader(path, text, label):
             yield replace_surrogates(document), str(path) if value is None else value
@@ -310,6 +313,7 @@ def _find_kind(path: Path) -> FileReader | None:
     return KINDS.get(endings[-1]) if endings else None
 
 
-def _describe_unknown_kind(path: Path) -> str:
+def _describe_unknown_kind(paths: Sequence[Path]) -> str:
+    names, verb = ", ".join(map(str, paths)), "is" if len(paths) == 1 else "are"
     endings = f"{', '.join(KINDS)}, also with {', '.join(COMPRESSIONS)}"
-    return f"{path} is of an unknown kind; the known endings are {endings}"
+    return f"{names} {verb} of an unknown kind; the known endings are {endings}"

@@ -91,6 +91,15 @@ class HubTokenizer:
         added = backend.get_added_tokens_decoder().get(self.end_of_text)
         if added is None or not added.special:
             backend.add_special_tokens([AddedToken(end_of_text, special=True, normalized=False)])
+        backend.encode_special_tokens = True
+        if (
+            other_end
+            and self.end_of_text
+            in backend.encode(
+                backend.decode([self.end_of_text], skip_special_tokens=False), add_special_tokens=False
+            ).ids
+        ):
+            raise ValueError(f"data.end_of_text={end_of_text} is a token that texts contain: name a special token")
         backend.encode_special_tokens = not special_tokens
         self.name, self.raw, self.special_tokens = name, raw, special_tokens
         special = [token for token in backend.get_added_tokens_decoder().values() if token.special]

@@ -23,7 +23,7 @@ from muown_train.data.loader import Loader
 from muown_train.data.sources import RunInfo
 from muown_train.data.token_file import read_tokens
 from tests.helpers.hub_server import Fault, Hub
-from tests.helpers.text_files import ByteTokenizer, union, word_tokenizer_json
+from tests.helpers.text_files import ByteTokenizer, chat_tokenizer, union, word_tokenizer_json
 
 REPO = "datasets/owner/name"
 RUN = {"seq_len": 32, "seed": 3, "valid_tokens": 300, "vocab_size": 50280}
@@ -65,6 +65,20 @@ def load(hub, tmp_path, monkeypatch):
         return hub_source.hub_stream(str(files), str(hub.root / "tokenizer.json"), run=run, **options)
 
     return load
+
+
+def test_another_end_of_text_token_makes_other_data(load, hub, tmp_path):
+    (hub.root / "tokenizer.json").write_bytes(chat_tokenizer())
+    try:
+        plain, ended = load(FEW), load(FEW, end_of_text="<|im_end|>", special_tokens=True)
+    finally:
+        (hub.root / "tokenizer.json").write_text(word_tokenizer_json())
+    assert (plain.valid == 256).sum() == (ended.valid == 258).sum() > 5 and not (ended.valid == 256).any()
+    rows = ended.train.take(range(20))
+    assert (rows == 258).any() and not (rows == 256).any()
+    assert {"end_of_text": "<|im_end|>", "special_tokens": True}.items() <= ended.metadata.items()
+    assert plain.metadata["tokenizer_hash"] == ended.metadata["tokenizer_hash"]
+    assert len(list((tmp_path / "cache").glob("hub-*/index.json"))) == 2
 
 
 def batches(load, files, legs, batch_rows=12, **options):

@@ -12,18 +12,7 @@ from muown_train.data.shards.dataset import shards
 from muown_train.data.shards.prepare import prepare_shards
 from muown_train.data.text.growth import bound_growth
 from muown_train.data.text.tokenizer import HubTokenizer, load_tokenizer
-from tests.helpers.text_files import unpack_tokenizer, word_tokenizer_json
-
-CHAT = "<|im_start|>user\nwhat is <|im_end|><|endoftext|>"
-
-
-def chat_tokenizer(**changes) -> bytes:
-    """Return a byte-level tokenizer with three special tokens: ids 256, 257 and 258."""
-    config = json.loads(word_tokenizer_json())
-    (end,) = config["added_tokens"]
-    for k, content in enumerate(["<|im_start|>", "<|im_end|>"], 257):
-        config["added_tokens"].append(end | {"id": k, "content": content})
-    return json.dumps(config | changes).encode()
+from tests.helpers.text_files import CHAT, chat_tokenizer, unpack_tokenizer, word_tokenizer_json
 
 
 def test_special_tokens_are_letters_or_tokens():
@@ -61,6 +50,9 @@ def test_another_end_of_text_token():
         HubTokenizer("chat", raw, end_of_text="<|im_stop|>")
     with pytest.raises(ValueError, match=r"data.end_of_text=5 is no token of tokenizer chat"):
         HubTokenizer("chat", raw, end_of_text=5)
+    for ordinary in ("A", "Ġ"):
+        with pytest.raises(ValueError, match=rf"data.end_of_text={ordinary} is a token that texts contain: name a sp"):
+            HubTokenizer("chat", raw, end_of_text=ordinary, special_tokens=ordinary == "A")
     odd = chat_tokenizer(added_tokens=json.loads(raw)["added_tokens"][1:])
     with pytest.raises(ValueError, match=r"name one of its special tokens by data.end_of_text"):
         HubTokenizer("odd", odd)

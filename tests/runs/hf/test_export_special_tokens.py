@@ -11,7 +11,7 @@ from muown_train.runs.checkpoint import ModelState
 from muown_train.runs.hf.export import export_run
 from muown_train.runs.hf.import_hf import import_folder
 from muown_train.runs.saved_run import open_run, write_run
-from tests.data.text.test_tokenizer_options import CHAT, chat_tokenizer
+from tests.helpers.text_files import CHAT, chat_tokenizer
 
 TEXTS = [
     CHAT,
