@@ -1,19 +1,25 @@
 """A disk that cannot take what a command writes: no wrong setting, so status 1 and a sentence that names the folder."""
 
 import contextlib
+import errno
 import os
 import re
 import resource
 
 import pytest
+from matplotlib.figure import Figure
 
 from muown_train.cli import errors
 from muown_train.cli.errors import FAILED, WRONG, report_errors
+from muown_train.data.cache import build_once
+from muown_train.experiments.report import style
+from muown_train.runs.checkpoint import Checkpoints
 from muown_train.runs.hf.export import export_run
+from muown_train.runs.rng_state import RandomState
 from muown_train.runs.saved_run import open_run
 from muown_train.runtime import atomic_files as files
 from tests.cli.test_main import call
-from tests.helpers.runs import trained
+from tests.helpers.runs import HERE, trained
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +58,32 @@ def test_what_passes_is_no_wrong_setting(number, capsys, tmp_path):
         raise OSError(number, os.strerror(number))
     said = capsys.readouterr().err
     assert ended.value.code == FAILED and f"{tmp_path / 'out'}: " in said and said.count("\n") == 1
+
+
+def test_a_full_cache_is_no_wrong_setting(capsys, tmp_path):
+    def build(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a file raises it that is being written
+
+    with pytest.raises(SystemExit) as ended, report_errors([]):
+        build_once(tmp_path / "data", build, print)
+    said = capsys.readouterr().err
+    assert ended.value.code == FAILED
+    assert said.startswith(f"error: cannot write the data cache {tmp_path / 'data'} (No space left on device)")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: files.write_atomic(path, b"0" * 1000),
+        lambda path: style.save_figure(Figure(), [path.with_suffix(".png")]),
+        lambda path: Checkpoints(path, HERE).save(1, {"random": RandomState(HERE)}, wait=True),
+    ],
+)
+def test_a_file_that_does_not_fit_is_named(capsys, tmp_path, write):
+    with file_size_limit(100), pytest.raises(SystemExit) as ended, report_errors([]):
+        write(tmp_path / "a")
+    assert ended.value.code == FAILED and f"{tmp_path}/a" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []  # what was written takes no room
 
 
 def test_a_file_elsewhere_is_named_itself(capsys, tmp_path):

@@ -3,6 +3,7 @@
 The palette is that of Okabe and Ito (Color Universal Design, 2008) without its yellow, which is lost on white.
 """
 
+import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from muown_train.runtime.atomic_files import write_atomic
 from muown_train.runtime.formatting import format_count
 
 if TYPE_CHECKING:  # a run that only trains does not load matplotlib
@@ -202,6 +204,12 @@ def choose_time_unit(seconds: float) -> tuple[float, str]:
 
 
 def save_figure(figure: "Figure", paths: Sequence[Path]) -> None:
-    """Write a figure in the formats that the suffixes of the paths name; the same figure gives the same bytes."""
+    """Write a figure in the formats that the suffixes of the paths name; the same figure gives the same bytes.
+
+    Raises:
+        OSError: a file cannot be written; the error names it, and the file is as before.
+    """
     for path in paths:
-        figure.savefig(path, metadata={"CreationDate": None} if path.suffix == ".pdf" else None)
+        content, metadata = io.BytesIO(), {"CreationDate": None} if path.suffix == ".pdf" else None
+        figure.savefig(content, format=path.suffix.removeprefix("."), metadata=metadata)
+        write_atomic(path, content.getvalue())
