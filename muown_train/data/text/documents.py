@@ -227,7 +227,8 @@ def _read_jsonl(path: Path, text: str, label: str | None) -> Iterator[LabelledDo
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:  # a number of too many digits is a plain ValueError
-                raise ValueError(f"{path} line {number} is not JSON: {error}") from error
+                hint = ": the file must have an object in each line, not one array" if line.lstrip()[:1] == b"[" else ""
+                raise ValueError(f"{path} line {number} is not JSON{hint}: {error}") from error
             if not isinstance(record, dict):
                 raise ValueError(f"{path} line {number} is a {type(record).__name__}, not a JSON object")
             if text not in record:
