@@ -1,8 +1,9 @@
 """Print one combination of a grid, for an element of an array of jobs.
 
-`grid.py count optim.lr=1e-3,2e-3 seed=0,1` checks the settings of all combinations and prints their number, and
-`grid.py 2 …` prints the overrides of number 2, each followed by a NUL. The order is Hydra's: the last axis changes
-fastest. A word `@FILE` stands for the lines of a file, each with the overrides of one run as in a shell.
+`grid.py list optim.lr=1e-3,2e-3 seed=0,1` checks the settings of all combinations and prints a line for each: its
+number, the folder of its run and what varies. `grid.py 2 …` prints the overrides of number 2, each followed by a NUL,
+and `grid.py folder …` the folder of a single run. The order is Hydra's: the last axis changes fastest. A word `@FILE`
+stands for the lines of a file, each with the overrides of one run as in a shell.
 """
 
 import itertools
@@ -19,9 +20,10 @@ from hydra.errors import HydraException
 
 from muown_train.cli.messages import explain_error
 from muown_train.cli.sweep import judge_jobs
-from muown_train.config.compose import CONFIG_DIR
-from muown_train.config.overrides import expand_grid
+from muown_train.config.compose import CONFIG_DIR, load_config
+from muown_train.config.overrides import expand_grid, find_varying_words
 from muown_train.config.renamed_names import update_overrides
+from muown_train.config.run_name import locate_run_folder
 
 
 def list_combinations(overrides: Sequence[str]) -> list[tuple[str, ...]]:
@@ -39,18 +41,33 @@ def list_combinations(overrides: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(itertools.chain(*parts)) for parts in itertools.product(*listed, grid)]
 
 
+def list_runs(grid: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each run: its number, its folder and what varies.
+
+    Raises:
+        ValueError: a setting of a run is wrong, or two runs would train in one folder.
+    """
+    folders = [locate_run_folder(config.out, config.name) for config in judge_jobs(grid)]
+    runs = zip(folders, find_varying_words(grid), strict=True)
+    return [f"{i}  {folder}  {text}".rstrip() for i, (folder, text) in enumerate(runs)]
+
+
 def main(number: str, *overrides: str) -> None:
     """Print what was asked for, or exit with status 2 and one sentence."""
     try:
+        if number == "folder":
+            config = load_config(overrides)
+            print(locate_run_folder(config.out, config.name))
+            return
         grid = list_combinations(overrides)
-        if number == "count":
-            judge_jobs(grid)
+        runs = list_runs(grid) if number == "list" else []
     except (HydraException, ValueError, OSError) as error:
         words = [word for word in overrides if not word.startswith("@")]
-        print(f"error: {explain_error(error, words)}; nothing is submitted", file=sys.stderr)
+        undone = "; nothing is submitted" if number == "list" else ""
+        print(f"error: {explain_error(error, words)}{undone}", file=sys.stderr)
         sys.exit(2)
-    if number == "count":
-        print(len(grid))
+    if number == "list":
+        print(*runs, sep="\n")
     elif int(number) < len(grid):
         print(*grid[int(number)], sep="\0", end="\0")
     else:

@@ -1,9 +1,11 @@
-"""Output on a terminal: long lines end between words, where a terminal would cut through a word."""
+"""The form of printed lines: folded between words on a terminal, with the time before them in the log of a job."""
 
+import os
 import re
 import shutil
 import sys
 import textwrap
+import time
 from typing import Any, TextIO
 
 _COLUMN = re.compile(r"(?:^|  ) *(?=\S)")  # where a column of a line begins: after two or more spaces
@@ -32,6 +34,24 @@ class FoldedStream:
         return getattr(self._stream, name)
 
 
+class TimedStream:
+    """A stream to a log whose lines begin with the time."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._at_start = True  # whether the next character begins a line
+
+    def write(self, text: str) -> int:
+        now = time.strftime("%H:%M:%S ")
+        for line in text.splitlines(keepends=True):
+            self._stream.write(f"{now}{line}" if self._at_start else line)
+            self._at_start = line.endswith("\n")
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def fold_lines(text: str, columns: int) -> str:
     """Return text whose lines have at most this many columns, but for longer words; the rest of a line is indented."""
     return "\n".join(_fold_line(line, columns) if len(line) > columns else line for line in text.split("\n"))
@@ -50,9 +70,12 @@ def _fold_line(line: str, columns: int) -> str:
     return "\n".join(textwrap.wrap(line, columns, subsequent_indent=indent, **rules))
 
 
-def fold_output() -> None:
-    """Fold what this process prints, where standard output or standard error is a terminal."""
+def format_output() -> None:
+    """Fold what this process prints on a terminal, and put the time before each line in the log of a job of SLURM."""
+    is_task = {"SLURM_JOB_ID", "RANK"} <= os.environ.keys()  # the ranks that train.sbatch starts
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and stream.isatty():
             setattr(sys, name, FoldedStream(stream))
+        elif stream is not None and is_task:
+            setattr(sys, name, TimedStream(stream))

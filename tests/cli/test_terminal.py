@@ -1,4 +1,4 @@
-"""Long lines of output are folded between words on a terminal, and left alone elsewhere."""
+"""Long lines are folded between words on a terminal and left alone elsewhere; those of a job's log have the time."""
 
 import io
 import sys
@@ -6,7 +6,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muown_train.cli.terminal import FoldedStream, fold_lines, fold_output
+from muown_train.cli.terminal import FoldedStream, TimedStream, fold_lines, format_output
 
 
 def test_the_rest_of_a_line_stands_below_its_last_column():
@@ -43,5 +43,19 @@ def test_only_terminals_are_folded(monkeypatch):
     log = io.StringIO()
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setattr(sys, "stderr", log)
-    fold_output()
+    monkeypatch.delenv("RANK", raising=False)
+    format_output()
     assert isinstance(sys.stdout, FoldedStream) and sys.stderr is log
+
+
+def test_lines_of_a_job_begin_with_the_time(monkeypatch):
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", log)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("muown_train.cli.terminal.time.strftime", lambda form: "12:30:00 ")
+    format_output()
+    assert isinstance(sys.stdout, TimedStream)
+    print("step 1\n\nstep", end=" ")
+    print(2)
+    assert log.getvalue() == "12:30:00 step 1\n12:30:00 \n12:30:00 step 2\n"

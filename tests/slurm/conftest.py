@@ -16,6 +16,8 @@ from filelock import FileLock
 from tests.helpers.paths import FIXTURES, ROOT
 
 SCRIPTS = FIXTURES / "slurm"
+# options for sbatch: jobs of tests need neither GPUs nor more than a processor a node
+SMALL_JOB = ("--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=10")
 
 
 def missing() -> str | None:
@@ -46,18 +48,17 @@ class Cluster:
 
     environment: dict[str, str]
 
-    def command(self, *words: object) -> str:
+    def command(self, *words: object, cwd: Path = ROOT) -> str:
         """Return what a SLURM command prints; it must succeed."""
         result = subprocess.run(
-            [str(word) for word in words], cwd=ROOT, env=self.environment, capture_output=True, text=True
+            [str(word) for word in words], cwd=cwd, env=self.environment, capture_output=True, text=True
         )
         assert result.returncode == 0, result.stderr
         return result.stdout
 
     def sbatch(self, log: Path, *words: object, program: str = "sbatch") -> "Job":
-        """Submit; the jobs need neither GPUs nor more than a processor a node."""
-        options = ("--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=10", f"--output={log}")
-        printed = self.command(program, *options, *words)
+        """Submit."""
+        printed = self.command(program, *SMALL_JOB, f"--output={log}", *words)
         return Job(self, printed.split()[-1], log)
 
 

@@ -35,7 +35,14 @@ def test_the_words_that_vary():
 
 
 def test_a_grid_is_counted_and_each_element_printed(tmp_path):
-    assert grid("count", *AXES) == (0, "12\n", "")
+    status, printed, _ = grid("list", *AXES)
+    assert (status, printed.splitlines()[1::6]) == (
+        0,
+        [
+            "1  runs/0-0.001-64  optim.lr=0.001 seed=0 model=small",
+            "7  runs/0-0.002-64  optim.lr=0.002 seed=0 model=small",
+        ],
+    )
     (tmp_path / "runs").write_text("optim=muon seed=1\noptim=muown 'name=of two'\n")
     status, printed, _ = grid("3", f"@{tmp_path}/runs", "tokens=1e5,2e5")
     assert (status, printed.split("\0")) == (0, ["optim=muown", "name=of two", "tokens=200000.0", ""])

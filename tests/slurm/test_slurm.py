@@ -1,14 +1,15 @@
 """slurm/train.sbatch and slurm/sweep.sbatch on a real cluster of two nodes."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.paths import COMMAND
+from tests.helpers.paths import COMMAND, ROOT
 from tests.helpers.runs import SMALL, losses, metrics
-from tests.slurm.conftest import Job, missing, wait_for
+from tests.slurm.conftest import SMALL_JOB, Job, missing, wait_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -129,6 +130,29 @@ def test_a_run_that_fails_at_the_same_update_gives_up(cluster, corpus, tmp_path)
     assert "2 starts in a row failed" in job.log.read_text()
 
 
+def test_submitted_from_another_folder_a_job_has_the_name_of_its_run_and_its_log_there(cluster, corpus, tmp_path):
+    words = (*places(corpus, tmp_path / "out"), "log_every=1")
+    script = (ROOT / "slurm" / "train.sbatch", *words)
+    number = cluster.command("sbatch", *SMALL_JOB, "-p", "high", "--nodes=2", *script, cwd=tmp_path).split()[-1]
+    job = Job(cluster, number, tmp_path / "out" / "run" / "logs" / f"{number}.log")
+    assert job.wait("COMPLETED")["JobName"] == "run"
+    header, *lines = job.log.read_text().splitlines()
+    commit = r"commit [0-9a-f]{7,}(-dirty)?"
+    assert re.fullmatch(rf"\S+ job {number}, start 0 on \S+\[1-2\], {commit}: {tmp_path}/out/run", header), header
+    assert sum(bool(re.match(r"\d\d:\d\d:\d\d step ", line)) for line in lines) > 2, lines
+    (pointer,) = (tmp_path / f"muown-{number}.log").read_text().splitlines()
+    assert pointer.endswith(f"job {number}: {job.log}")
+
+
+def test_where_python_lacks_the_package_one_sentence_says_so(cluster, corpus, tmp_path):
+    bare = replace(cluster, environment=cluster.environment | {"PYTHON": "python -I -S", "VENV": "/no/such"})
+    job = bare.sbatch(tmp_path / "log", "--nodes=2", "slurm/train.sbatch", *places(corpus, tmp_path))
+    assert job.wait("FAILED")["ExitCode"] == "2:0"
+    (said,) = job.log.read_text().splitlines()
+    assert said.startswith("error: python -I -S cannot import muown_train (ModuleNotFoundError: ")
+    assert "set VENV, now '/no/such'" in said
+
+
 @pytest.mark.long
 def test_an_element_of_an_array_is_requeued_alone(cluster, corpus, tmp_path):
     """Also the one whose number is the whole array's."""
@@ -148,7 +172,10 @@ def test_an_element_of_an_array_is_requeued_alone(cluster, corpus, tmp_path):
 def test_a_sweep_trains_each_combination_once(cluster, corpus, tmp_path):
     words = (*places(corpus, tmp_path, "${seed}-${schedule.warmup}"), "seed=3,4", "schedule.warmup=0.1,0.2")
     for attempt in ("first", "second"):
-        job = cluster.sbatch(tmp_path / f"{attempt}-%a", "--nodes=1", *words, program="slurm/sweep.sbatch")
+        options = ("-p", "high", "--nodes=1")
+        job = cluster.sbatch(tmp_path / f"{attempt}-%a", *options, *words, program="slurm/sweep.sbatch")
+        elements = (tmp_path / f"sweep-{job.number}.txt").read_text().splitlines()
+        assert elements[1] == f"1  {tmp_path}/3-0.2  seed=3 schedule.warmup=0.2" and len(elements) == 4
         job.wait_gone(200)
         runs = {path.parent.name: path for path in tmp_path.glob("*/metrics.jsonl")}
         assert sorted(runs) == ["3-0.1", "3-0.2", "4-0.1", "4-0.2"]
@@ -164,7 +191,7 @@ def test_an_experiment_is_an_array_of_its_runs(cluster, corpus, tmp_path):
     """The grid of an experiment is submitted, once, and then lists as done."""
     data = ("data=files", f"data.train={corpus}/*.txt", f"cache={corpus}/cache", f"out={tmp_path}")
     script = (*COMMAND, "reproduce", "experiment=500m_magnitude", "scale=tiny", "points=1", *data)
-    options = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=10")
+    options = ("--nodes=1", *SMALL_JOB)
     printed = cluster.command(*script, "action=submit", "jobs=2", *options, "--hold", f"--output={tmp_path}/%a")
     job = Job(cluster, printed.split()[-1], tmp_path / "0")
     assert cluster.command(*script).endswith("3 runs: 3 queued\n")
