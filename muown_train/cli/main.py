@@ -4,11 +4,13 @@ import importlib
 import sys
 
 from muown_train.cli.process import run_command
+from muown_train.cli.terminal import format_output
 
 # name -> module with a function `main`, or module:function, and what it does
 COMMANDS = {
     "train": ("muown_train.cli.train", "train a model, or go on with a run that stopped (the default)"),
     "prepare": ("muown_train.cli.commands.prepare", "tokenize a data set into shards"),
+    "tokenizer": ("muown_train.cli.commands.prepare:main_tokenizer", "train a tokenizer on text files"),
     "evaluate": ("muown_train.cli.commands.evaluate", "measure the loss of runs on a text"),
     "sample": ("muown_train.cli.commands.sample", "write text with a trained model"),
     "average": ("muown_train.cli.commands.average", "average checkpoints of a run"),
@@ -35,6 +37,7 @@ def main() -> int | None:
 
 def run() -> None:
     """Run the command line and end the process with its status."""
+    format_output()
     run_command(main)
 
 
