@@ -1,8 +1,9 @@
 """Keep passwords and keys out of everything that a run writes and prints, by replacing them with ***.
 
-These count as secrets: values of environment variables with names such as TOKEN or PASSWORD, tokens of the Hugging Face
-hub and keys of W&B, which have a known form, user and password in an address, signatures and tokens in its query, and
-settings with names such as `token` or `api_key`.
+These count as secrets: values of environment variables with names such as TOKEN, MY_KEY or DB_PASS; tokens and keys
+of a known form (of the Hugging Face hub, W&B, GitHub, GitLab, OpenAI, AWS, Google, Slack, and web tokens); user and
+password in an address, signatures and tokens in its query, and what follows the host of a webhook; and settings with
+names such as `token` or `api_key`.
 """
 
 import json
@@ -17,12 +18,26 @@ from typing import Any
 
 HIDDEN = "***"
 _SHORTEST = 8  # characters of a secret value; hiding shorter ones would hide innocent text
-_VARIABLE = re.compile(r"(?:TOKEN|API_?KEY|ACCESS_KEY|SECRET|SECRET_KEY|PASSWORD|PASSWD)$", re.IGNORECASE)
+_VARIABLE = re.compile(
+    r"(?:TOKEN|APIKEY|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|WEBHOOK(?:_URL)?|(?:^|_)(?:KEY|PASS|AUTH))$",
+    re.IGNORECASE,
+)
 # the name of a secret setting; other tokens, such as eos_token, belong to texts
-_NAME = r"(?:(?:(?:hf|hub|access|auth|api|secret)_?)?token|(?:\w+_)?(?:api_?key|access_key|secret|password|passwd))"
+_NAME = (
+    r"(?:(?:(?:hf|hub|access|auth|api|secret)_?)?token|\w+_pass|"
+    r"(?:\w+_)?(?:api_?key|(?:access|secret|private|auth)_key|secret|password|passwd|passphrase|credentials?))"
+)
+# a webhook's host, or the path up to it; what follows it lets anyone write there
+_WEBHOOK = r"hooks\.[\w.-]+|[\w.-]*webhook[\w.-]*|[\w.:-]+(?:/[\w.-]+)*?/(?:web)?hooks?"
 _FORMS = (
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}\b"), HIDDEN),  # a token of the Hugging Face hub
     (re.compile(r"\bwandb_v\d+_\w{16,}"), HIDDEN),
+    (re.compile(r"\b(?:gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,})"), HIDDEN),
+    (re.compile(r"\b(?:sk|pk|rk)[-_](?=[\w-]{0,99}\d)[\w-]{20,}"), HIDDEN),  # OpenAI and others
+    (re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), HIDDEN),  # AWS
+    (re.compile(r"\bAIza[\w-]{35}|\bxox[a-z]-[\w-]{10,}"), HIDDEN),  # Google, Slack
+    (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+"), HIDDEN),  # a JSON web token
+    (re.compile(rf"(?i)(https?://(?:{_WEBHOOK})/)[^\s\"'<>]+"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)(key\W{1,4})[0-9a-f]{40}\b"), rf"\1{HIDDEN}"),  # W&B; commits of git look alike, without "key"
     (re.compile(r"(?i)\b(https?:/{1,2})[^\s/?#\"']+@"), rf"\1{HIDDEN}@"),
     (re.compile(r"(?i)\b([a-z][\w+.-]*:/{1,2})[^\s/?#:\"']*:[^\s/?#\"']+@"), rf"\1{HIDDEN}@"),

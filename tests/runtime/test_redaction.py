@@ -35,11 +35,18 @@ def secrets(monkeypatch) -> dict[str, str]:
         "DB_PASSWORD": "correct-horse",
         "PGPASSWORD": "correct-horse-battery",
         "AWS_SECRET_ACCESS_KEY": "abcd/efgh+ijkl",
+        "SIGNING_KEY": "sign-me-1",
+        "SMTP_PASS": "mail-me-1",
+        "KEYPASSPHRASE": "open-sesame-1",
+        "SERVICE_CREDENTIALS": "user and word",
+        "AUTH": "basic words-1",
+        "SLACK_WEBHOOK": "slack-hook-words",
     }
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SHORT_TOKEN", "3072")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "something")
+    for name in ("TOKENIZERS_PARALLELISM", "SSH_AUTH_SOCK", "PWD_OLD", "MONKEY", "KEYBOARD", "COMPASS"):
+        monkeypatch.setenv(name, "something")
     return values
 
 
@@ -67,6 +74,19 @@ def test_values_of_the_environment_are_hidden(secrets):
         ("Authorization: Bearer abc.def-123", "Authorization: Bearer ***"),
         ("+data.token=abcdefgh1 seed=1", "+data.token=*** seed=1"),
         ("hub_token: 'abcdefgh1'", "hub_token: '***'"),
+        ("push with ghp_" + "a1B2" * 9 + ".", "push with ***."),
+        ("github_pat_11ABC_" + "x9" * 30 + " glpat-" + "a1_-" * 5, "*** ***"),
+        ("OpenAI's sk-proj-abc123DEF456ghi789jkl or sk-" + "a1" * 24, "OpenAI's *** or ***"),
+        ("AKIAIOSFODNN7EXAMPLE, ASIAIOSFODNN7EXAMPLE", "***, ***"),
+        ("AIza" + "a1_-b" * 7 + " xoxb-123456789012-abcdef", "*** ***"),
+        ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abc-_1", "***"),
+        ("to https://hooks.slack.com/services/T0/B0/xyz!", "to https://hooks.slack.com/***"),
+        ("https://discord.com/api/webhooks/12/ab-c_d", "https://discord.com/api/webhooks/***"),
+        ("https://me.webhook.office.com/webhookb2/12@3/x", "https://me.webhook.office.com/***"),
+        (
+            "mail_pass=abcdefgh1 private_key: abcdefgh2 credentials=abcdefgh3",
+            "mail_pass=*** private_key: *** credentials=***",
+        ),
     ],
 )
 def test_secrets_are_hidden_by_their_form(text, expected):
@@ -88,6 +108,9 @@ def test_secrets_are_hidden_by_their_form(text, expected):
         "https://host/a?b=c#d",
         "hf_internal_testing/tiny hf_hub_download",
         "blocks.0.attention.key.weight = 12345678",
+        "sk-learn-and-other-names-that-are-long sort_key=abcdefgh1 pk_",
+        "https://host/hooked/x https://github.com/me/x/tree/main/hooks",
+        "AKIAN and ghp_short and eyJ.a.b bypass=abcdefgh1",
         "(runs/x=1,y=2-seed=0) 10:20:30 optim.lr=0.001",
     ],
 )
