@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from muown_train.runs.metrics import Line
+from muown_train.runs.metrics import Line, Metrics
 from muown_train.runtime.atomic_files import try_read_json, write_atomic
 from muown_train.runtime.redaction import redact, redact_tree
 from muown_train.runtime.suggest import suggest_nearest
@@ -67,12 +67,14 @@ class WandbSink(AsyncSink):
                 _check_text(key, value, MAX_NAME)
         run = _WandbRun(
             mode,
-            {
-                "project": project or os.environ.get("WANDB_PROJECT") or "muown",
-                "entity": entity,
-                "group": group,
-                "tags": redact_tree(tags or ()) or None,
-            },
+            redact_tree(
+                {
+                    "project": project or os.environ.get("WANDB_PROJECT") or "muown",
+                    "entity": entity or os.environ.get("WANDB_ENTITY"),
+                    "group": group or os.environ.get("WANDB_RUN_GROUP"),
+                    "tags": list(tags or ()) or None,
+                }
+            ),
             warn=lambda sentence: self.warn(sentence),
         )
         super().__init__(
@@ -84,7 +86,7 @@ class WandbSink(AsyncSink):
         """Start the thread, which starts the W&B run; on return the run's folder has the id of the W&B run."""
         with suppress(OSError):  # the thread meets the same error and reports it
             get_run_id(folder)
-        self.run.row = sum(path.read_bytes().count(b"\n") for path in folder.glob("metrics*.jsonl"))
+        self.run.count_lines(folder)
         super().start(folder, config, steps)
 
 
@@ -103,12 +105,23 @@ class _WandbRun:
     `row` is W&B's own count of logged lines. It must never go back, nor begin again in a part that was recorded
     offline, or lines would hide each other. So it goes on from the number of lines in the run's metrics*.jsonl, which
     include the lines that were rolled back.
+
+    A process that is killed may leave lines that W&B has not got. The count of W&B's server says how many, and offline
+    the file `wandb_rows` in the run's folder, which counts what was handed over. They are sent from metrics.jsonl.
     """
 
     def __init__(self, mode: str, settings: Mapping[str, Any], warn: Callable[[str], None]) -> None:
         self.mode, self.settings, self.warn = mode, settings, warn
         self.folder = Path()  # the folder of W&B's own files
         self.row = 0
+        self.metrics, self.kept = Path(), 0  # metrics.jsonl, and its lines at the start
+        self.progress = Path()  # the file that holds `row`
+
+    def count_lines(self, folder: Path) -> None:
+        """Count the lines of a run's record, before training adds further ones."""
+        counts = {path.name: path.read_bytes().count(b"\n") for path in folder.glob("metrics*.jsonl")}
+        self.metrics, self.progress = folder / "metrics.jsonl", folder / "wandb_rows"
+        self.row, self.kept = sum(counts.values()), counts.get("metrics.jsonl", 0)
 
     def start(self, folder: Path, config: Mapping[str, Any], steps: int) -> None:
         self.folder = Path(os.environ.get("WANDB_DIR") or folder)
@@ -117,7 +130,7 @@ class _WandbRun:
         wandb.setup(wandb.Settings(silent=True))
         options = {
             "id": get_run_id(folder),
-            "name": os.environ.get("WANDB_NAME") or folder.name[:MAX_NAME],
+            "name": redact(os.environ.get("WANDB_NAME") or folder.name)[:MAX_NAME],
             "config": redact_tree(config) | {"run": _describe_run(folder, config)},
         }
         if self.mode == "online":
@@ -129,17 +142,36 @@ class _WandbRun:
             except Exception as error:  # W&B raises many kinds
                 reason = redact(" ".join(str(error).split())) or type(error).__name__
                 self.warn(f"W&B: {reason}; recording offline, {self.sync_command()} sends it")
-                self.run = self._open("offline", options)
+                self.mode, self.run = "offline", self._open("offline", options)
         else:
             self.run = self._open(self.mode, options)
         self.run.define_metric("step", hidden=True)
         self.run.define_metric("*", step_metric="step")
-        self.row = max(self.row, self.run.step)
+        self._send_missing_lines()
 
     def write(self, lines: Sequence[Line]) -> None:
         for line in lines:
             self.run.log(line, step=self.row, commit=True)
             self.row += 1
+        with suppress(OSError):  # the disk is full: then lines may be sent twice
+            self.progress.write_text(str(self.row))
+
+    def _send_missing_lines(self) -> None:
+        """Send the lines again that W&B has not got: as many as its count lacks, the last of those that are kept."""
+        lines, received = self.row, self.run.step if self.mode == "online" else self._read_progress()
+        missing = min(max(0, lines - received), self.kept)
+        self.row = max(lines, received)
+        if missing:
+            self.row = lines - missing
+            self.write(Metrics(self.metrics.parent).read()[: self.kept][-missing:])
+            self.row = max(lines, self.row)
+
+    def _read_progress(self) -> int:
+        """Return the number of rows that were handed over; without the file, that of all lines."""
+        try:
+            return int(self.progress.read_text())
+        except (OSError, ValueError):
+            return self.row
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self.run.summary.update(dict(summary))

@@ -12,6 +12,7 @@ import pytest
 import wandb
 
 from muown_train.runs.metrics import Metrics
+from muown_train.training.tracking import wandb_sink
 from muown_train.training.tracking.wandb_sink import WandbSink, get_run_id
 from tests.helpers.paths import ROOT
 from tests.helpers.wandb_server import port_that, read_records, rows_of, served
@@ -127,6 +128,51 @@ def test_offline_one_run_through_two_restarts_and_a_rollback(clean, tmp_path):
     assert [record.exit.exit_code for record in kinds["exit"]] == [1, 1, 0]  # two were cut off
 
 
+def test_lines_that_a_killed_process_did_not_hand_over_are_sent_again(clean, tmp_path):
+    """The first process was killed with lines 3 to 7 on their way; the next one goes on after step 5."""
+    folder, metrics = tmp_path, Metrics(tmp_path)
+
+    def line(step: int) -> dict[str, Any]:
+        return {"step": step, "tokens": 256 * step, "train/loss": float(step)}
+
+    metrics.append(line(step) for step in range(8))
+    (folder / "wandb_rows").write_text("3")
+    metrics.rewind(5)
+    for last in (7, 9):
+        sink = WandbSink(mode="offline", warn=print)
+        sink.start(folder, {}, 12)
+        for step in (last - 1, last):
+            metrics.append([line(step)])
+            sink.write([line(step)])
+        sink.finish({})
+    # as many as were lost are sent again, of those that count
+    assert steps_offline(folder) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert (folder / "wandb_rows").read_text() == "12"
+
+
+@pytest.mark.parametrize(
+    "lines, kept, received, sent, row",
+    [(10, 10, 10, [], 10), (10, 10, 4, [4, 5, 6, 7, 8, 9], 10), (10, 6, 0, [0, 1, 2, 3, 4, 5], 10), (4, 4, 9, [], 9)],
+)
+def test_the_servers_count_says_what_it_lacks(tmp_path, lines, kept, received, sent, row):
+    class Recorder:
+        step = received
+
+        def log(self, line: dict[str, Any], step: int, commit: bool) -> None:
+            logged.append((step, line["step"]))
+
+    logged: list[tuple[int, int]] = []
+    metrics = Metrics(tmp_path)
+    metrics.append({"step": step, "tokens": step} for step in range(lines))
+    metrics.rewind(kept - 1)
+    sink = wandb_sink._WandbRun("online", {}, print)
+    sink.count_lines(tmp_path)
+    sink.run = Recorder()
+    sink._send_missing_lines()
+    assert [step for _, step in logged] == sent and sink.row == row
+    assert [count for count, _ in logged] == list(range(row - len(sent), row))
+
+
 @pytest.mark.slow
 def test_offline_a_real_run_that_was_killed_goes_on_as_the_same(clean, corpus, tmp_path, monkeypatch):
     from muown_train.training.trainer import Trainer
@@ -175,7 +221,8 @@ def test_disabled_writes_nothing(clean, tmp_path):
         ({"project": "x" * 129}, "tracking.project='x+' must be a text of at most 128 letters for W&B, got 129"),
         ({"project": "team/a b"}, "tracking.project='team/a b' must not contain / for W&B"),
         ({"group": "x" * 129}, "tracking.group='x+' must be a text of at most 128"),
-        ({"finish_timeout": -1}, r"tracking.finish_timeout=-1 must be at least 0"),
+        ({"finish_timeout": -1}, r"tracking.finish_timeout=-1 must be from 0 to 86400 seconds"),
+        ({"finish_timeout": 10**18}, r"tracking.finish_timeout=10+ must be from 0 to 86400 seconds"),
     ],
 )
 def test_settings_that_cannot_be(clean, setting, message):
