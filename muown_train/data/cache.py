@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from muown_train.runtime.atomic_files import clear_path, sync_to_disk
+from muown_train.runtime.atomic_files import clear_path, parse_json, sync_to_disk
 
 CHECKED = 1 << 27  # bytes up to which a file is read and hashed at each start; of a larger one only the size is checked
 WAIT = 3.0  # seconds before a process says that it waits for another
@@ -98,7 +98,7 @@ def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> Any:
 def _read_if_complete(folder: Path) -> dict[str, Any] | None:
     """Return the index of `folder`, or None if a file is absent or differs from what the index says."""
     try:
-        index = json.loads((folder / "index.json").read_text())
+        index = parse_json((folder / "index.json").read_bytes())
         unchanged = all(_describe(folder / name) == recorded for name, recorded in index["files"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -6,7 +6,6 @@ that belongs to the machine: see `remove_places_from_config` and `remove_places_
 
 import dataclasses
 import itertools
-import json
 import os
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from muown_train.config.run_name import defines_run
 from muown_train.experiments.grid import Grid
 from muown_train.experiments.progress import GridPointStatus, same_settings
 from muown_train.runs.archive_files import ArchivedRun, RunArchive, list_archives
+from muown_train.runs.metrics import MAX_FILE
 from muown_train.runs.record import (
     RunRecord,
     get_defining_settings,
@@ -26,6 +26,7 @@ from muown_train.runs.record import (
     read_config,
     read_stored_config,
 )
+from muown_train.runtime.atomic_files import read_json, read_regular
 
 _MACHINE_KEYS = ("out", "cache", "name", "tracking")
 # matches an absolute path from where a value may begin (alone, after `key=`, in a list, in quotes) to the value's end
@@ -118,9 +119,9 @@ def collect_run(folder: Path, name: str) -> ArchivedRun:
     paths = [folder / "metrics.jsonl", *sorted((folder / "analysis").glob("*.jsonl"))]
     return ArchivedRun(
         remove_places_from_config(read_stored_config(folder), name),
-        remove_places_from_manifest(json.loads((folder / "manifest.json").read_text())),
-        json.loads((folder / "status.json").read_text()),
-        {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths},
+        remove_places_from_manifest(read_json(folder / "manifest.json")),
+        read_json(folder / "status.json"),
+        {path.relative_to(folder).as_posix(): read_regular(path, MAX_FILE) for path in paths},
     )
 
 

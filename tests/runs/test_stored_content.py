@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import save
 
 from muown_train.analysis.checkpoints import check_results_folder
+from muown_train.cli.commands import sample
+from muown_train.config.compose import load_config
 from muown_train.config.schema import parse_config
 from muown_train.runs.averaging import open_checkpoints
 from muown_train.runs.checkpoint import Checkpoints
@@ -27,6 +29,7 @@ from muown_train.runs.saved_run import open_run
 from muown_train.runs.status import count_start, read_status
 from muown_train.runtime.atomic_files import MAX_DEPTH, parse_json, read_json, read_regular, try_read_json
 from muown_train.runtime.formatting import escape_controls
+from muown_train.training.continuation import continue_from_checkpoint
 from tests.helpers.checkpoints import rewrite_index
 from tests.helpers.folders import line, settings, write
 from tests.helpers.hostile import write_in_checkpoint
@@ -226,6 +229,11 @@ def test_control_characters_are_spelt_out():
     assert escape_controls("a\x1b[2J\rb\n\tc\x9b\x7f é 語 \ud800") == "a\\x1b[2J\\rb\n\tc\\x9b\\x7f é 語 \\ud800"
 
 
+def test_a_sample_shows_what_would_move_the_cursor(capsys):
+    sample.write("\x1b]0;a title\x07 text\n")
+    assert capsys.readouterr().out == "\\x1b]0;a title\\x07 text\n"
+
+
 @pytest.fixture(scope="module")
 def run(corpus, tmp_path_factory):
     return trained(corpus, tmp_path_factory.mktemp("runs")).folder
@@ -263,6 +271,9 @@ def test_stored_text_is_text_for_every_reader(copy, tmp_path):
         assert os.environ["HOME"] not in file.read_text()
     (tmp_path / "hf" / "muown_train.json").write_text(json.dumps({"run": TEXT, "step": 12}))
     assert import_folder(tmp_path / "hf", tmp_path / "imported").origin["run"] == TEXT
+    words = ["name=new", "schedule=decay_from", f"checkpoint={copy}", "tokens=5000", f"out={tmp_path}"]
+    config, source = continue_from_checkpoint(load_config(words), words)
+    assert config.data["train"] == source.data["tokenizer"] == TEXT
     with pytest.raises(ValueError, match=r"cannot be written to config\.yaml"):
         encode_config({"out": "${"})
 

@@ -7,13 +7,13 @@ the count of each id in training. modded-nanogpt has no index: there the names o
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from muown_train.config.stored_files import COUNT, MAPPING, TEXT, Kind, check_entries, list_of
 from muown_train.data.cache import build_once, fingerprint, fingerprint_files
 from muown_train.data.corpus import compute_unigram_loss, report_spelt_tokens
 from muown_train.data.shards.checked import REMEDY, Shard, ShardRows
@@ -27,10 +27,15 @@ from muown_train.data.text.tokenizer import (
     select_options,
 )
 from muown_train.data.token_file import HEADER_BYTES, read_tokens
+from muown_train.runtime.atomic_files import parse_json, read_regular
 from muown_train.runtime.progress import Progress, StatusLine
 
 FORMAT = 1  # version of index.json
 INDEX, PROGRESS, COUNTS = "index.json", "progress.json", "train_counts.npy"
+MAX_INDEX = 1 << 30  # bytes of index.json
+_INDEX: dict[str, Kind] = {"tokenizer|train|valid": MAPPING, "shards": list_of(MAPPING)}
+_TOKENIZER: dict[str, Kind] = {"name|fingerprint": TEXT, "size": COUNT, "options": MAPPING}
+_SHARD: dict[str, Kind] = {"file|split|text|checksums": TEXT, "tokens|documents": COUNT, "spelt": MAPPING}
 AT_ONCE = 1 << 24  # ids of a shard that are read together to find the largest
 ENDS = 1 << 16  # bytes at both ends of a shard that identify it if there is no index
 
@@ -90,7 +95,7 @@ def shards(
     if index is not None:
         metadata["source"] = index["source"]
         metadata["documents"] = index["train"]["documents"]
-        loss = compute_unigram_loss(_read_counts(folder, encoder.size), valid[1:])
+        loss = compute_unigram_loss(_read_counts(folder, encoder.size, metadata["tokens"]), valid[1:])
     return TrainingData(ShardRows(train, run.seq_len, run.seed), valid, encoder, metadata, loss)
 
 
@@ -131,12 +136,19 @@ def _read_index(folder: Path) -> dict[str, Any] | None:
             raise ValueError(f"{folder} is not finished: run the `muown-train prepare` command that began it again")
         return None
     try:
-        index: dict[str, Any] = json.loads(path.read_text())
+        index = check_entries(parse_json(read_regular(path, MAX_INDEX, follow_link=True)), {})
         version = index["format"]
         if version == FORMAT:
-            _ = [index["tokenizer"]["fingerprint"], index["source"], index["train"]["text"], index["valid"]["text"]]
-            _ = [(shard["file"], shard["split"], shard["tokens"]) for shard in index["shards"]]
-    except (ValueError, KeyError, TypeError) as error:
+            check_entries(index, _INDEX)
+            _ = [index["source"], index["tokenizer"]["fingerprint"]]
+            check_entries(index["tokenizer"], _TOKENIZER)
+            for part, keys in [
+                *((index[split], ("text", "tokens")) for split in ("train", "valid")),
+                *((shard, ("file", "split", "tokens")) for shard in index["shards"]),
+            ]:
+                check_entries(part, _SHARD)
+                _ = [part[key] for key in keys]
+    except (ValueError, KeyError) as error:
         raise ValueError(f"{path} is damaged: {REMEDY}") from error
     if version != FORMAT:
         raise ValueError(f"{path} is of format {version}; format {FORMAT} is read")
@@ -276,8 +288,8 @@ def _take_first(parts: Sequence[Shard], count: int) -> np.ndarray:
     return taken[0] if len(taken) == 1 else np.concatenate(taken)
 
 
-def _read_counts(folder: Path, size: int) -> np.ndarray:
-    """Return the count of each id in training, (V,) int64."""
+def _read_counts(folder: Path, size: int, tokens: int) -> np.ndarray:
+    """Return the count of each id among the `tokens` ids to train on, (V,) int64."""
     path = folder / COUNTS
     try:
         counts: np.ndarray = np.load(path)
@@ -285,6 +297,8 @@ def _read_counts(folder: Path, size: int) -> np.ndarray:
         raise ValueError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): {REMEDY}") from error
     if counts.shape != (size,):
         raise ValueError(f"{path} counts {counts.size} ids, but the tokenizer has {size}")
+    if counts.min() < 0 or counts.sum() != tokens:
+        raise ValueError(f"{path} is damaged, since it does not count {tokens:,} ids: {REMEDY}")
     return counts
 
 

@@ -27,12 +27,12 @@ from muown_train.data.cache import fingerprint
 from muown_train.data.corpus import SplitWriter, report_spelt_tokens
 from muown_train.data.hub.files import MINIMUM
 from muown_train.data.shards.checked import compute_checksums, get_checksums_path, hash_checksums
-from muown_train.data.shards.dataset import COUNTS, FORMAT, INDEX, PROGRESS
+from muown_train.data.shards.dataset import COUNTS, FORMAT, INDEX, MAX_INDEX, PROGRESS
 from muown_train.data.shards.reader import OPENERS, DocumentSource, Position, TokenReader
 from muown_train.data.sources import ON_BAD_FILE
 from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer, choose_dtype, load_tokenizer, select_options
 from muown_train.data.token_file import read_tokens
-from muown_train.runtime.atomic_files import PARTIAL, sync_to_disk, write_atomic
+from muown_train.runtime.atomic_files import PARTIAL, parse_json, read_regular, sync_to_disk, write_atomic
 from muown_train.runtime.progress import Progress, StatusLine
 
 # settings that earlier versions did not have, with their defaults, which a folder's arguments do not mention
@@ -303,7 +303,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        value: dict[str, Any] = json.loads(path.read_text())
+        value: dict[str, Any] = parse_json(read_regular(path, MAX_INDEX, follow_link=True))
     except FileNotFoundError:
         return None
     except ValueError as error:

@@ -160,6 +160,12 @@ def other_version(path):
     path.write_bytes(raw)
 
 
+def change_index(path, **entries):
+    """Replace entries of the index beside a shard."""
+    file = path.with_name("index.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
 AGAIN = ": copy it again, or prepare the shards again$"
 
 
@@ -177,6 +183,9 @@ AGAIN = ": copy it again, or prepare the shards again$"
         ),
         (lambda path: path.with_name("index.json").write_text("{"), r"index\.json is damaged"),
         (lambda path: path.with_name("index.json").write_text('{"format": 1}'), r"index\.json is damaged"),
+        (lambda path: path.with_name("index.json").write_text("[" * 100_000), r"index\.json is damaged"),
+        (lambda path: change_index(path, shards=[5]), r"index\.json is damaged"),
+        (lambda path: change_index(path, train={"text": "x", "tokens": "x"}), r"index\.json is damaged"),
         (lambda path: path.with_name("index.json").write_text('{"format": 2}'), r"is of format 2; format 1 is read"),
         (lambda path: path.with_name("train_counts.npy").write_bytes(b"x"), r"_counts\.npy cannot be read.*" + AGAIN),
         (lambda path: path.with_name("train_counts.npy").unlink(), r"cannot be read \(No such file.*\)" + AGAIN),
