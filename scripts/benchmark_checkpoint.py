@@ -19,12 +19,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from muown_train.cli.errors import CommandParser
+from muown_train.cli.errors import CommandParser, parse_count, report_errors
 from muown_train.cli.process import run_script
 from muown_train.config.compose import load_config
 from muown_train.models.language_model import build_model
 from muown_train.runs.checkpoint import Checkpoints, ModelState, OptimizerState, Stateful
-from muown_train.runtime.benchmark import time_call
+from muown_train.runtime.benchmark import parse_device, time_call
 from muown_train.runtime.distributed import World
 from muown_train.training.optimizers import build_optimizer
 
@@ -73,19 +73,18 @@ def measure(checkpoints: Checkpoints, state: dict[str, Stateful], optimizer: Opt
 def main() -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("overrides", nargs="*", help="as for training: model=124m optim=muown …")
-    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (default 5)")
+    parser.add_argument("--rounds", type=parse_count(), default=5, help="number of rounds (default 5)")
     parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default that of temporary files)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=parse_device, default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
-    if arguments.rounds < 1:
-        parser.error(f"--rounds {arguments.rounds} must be 1 or more")
-    device = torch.device(arguments.device)
-    model, optimizer = build(arguments.overrides, device)
-    state: dict[str, Stateful] = {"model": ModelState(model), "optimizer": OptimizerState(optimizer, model)}
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        medians = measure(Checkpoints(Path(folder), World(0, 1, device)), state, optimizer, arguments.rounds)
-        newest = max(Path(folder).glob("step-*"))
-        megabytes = sum(path.stat().st_size for path in newest.iterdir()) / 1e6
+    with report_errors(arguments.overrides):
+        device = torch.device(arguments.device)
+        model, optimizer = build(arguments.overrides, device)
+        state: dict[str, Stateful] = {"model": ModelState(model), "optimizer": OptimizerState(optimizer, model)}
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            medians = measure(Checkpoints(Path(folder), World(0, 1, device)), state, optimizer, arguments.rounds)
+            newest = max(Path(folder).glob("step-*"))
+            megabytes = sum(path.stat().st_size for path in newest.iterdir()) / 1e6
     print(
         f"{megabytes:.0f} MB, {device.type}, {torch.get_num_threads()} threads, {arguments.rounds} rounds, in {folder}"
     )

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from muown_train.cli.errors import CommandParser
+from muown_train.cli.errors import CommandParser, parse_count
 from muown_train.cli.process import run_script
 from muown_train.data.hub.streaming import StreamRows
 from muown_train.data.rows import RowSource, TokenRows
@@ -43,8 +43,15 @@ def main() -> None:
     parser.add_argument("--tokenizer", required=True, help="tokenizer.json, gpt2.tiktoken or a hub name")
     parser.add_argument("--files", required=True, nargs="+", help="globs of .txt, .jsonl, .parquet")
     parser.add_argument("--seconds", type=float, default=1.0, help="seconds of a contender in a round (default 1)")
-    parser.add_argument("--tokens", type=int, default=100_000_000, help="tokens of the file of prepared rows")
+    parser.add_argument(
+        "--tokens",
+        type=parse_count(ROWS * (SEQ_LEN + 1), 10**10),
+        default=100_000_000,
+        help="tokens of the file of prepared rows",
+    )
     arguments = parser.parse_args()
+    if not 0 < arguments.seconds <= 3600:
+        parser.error(f"--seconds {arguments.seconds:g} must be above 0 and at most 3600")
     # the libraries read these variables when they are first used
     os.environ.update({"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"})
     cores = os.sched_getaffinity(0)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from muown_train.cli.errors import CommandParser
+from muown_train.cli.errors import CommandParser, parse_count
 from muown_train.cli.process import run_script
 from muown_train.models import attention, loss
 from muown_train.runtime.hardware import get_device_name
@@ -76,11 +76,9 @@ def make_head_ways(vocab_size: int, dim: int, dtype: torch.dtype) -> Ways:
 
 def main() -> None:
     parser = CommandParser(__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="passes of each way (default 7)")
-    parser.add_argument("--threads", type=int, help="number of threads (default all cores)")
+    parser.add_argument("--rounds", type=parse_count(), default=7, help="passes of each way (default 7)")
+    parser.add_argument("--threads", type=parse_count(most=1024), help="number of threads (default all cores)")
     arguments = parser.parse_args()
-    if arguments.rounds < 1:
-        parser.error(f"--rounds {arguments.rounds} must be 1 or more")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     print(f"{get_device_name(torch.device('cpu'))}, {torch.get_num_threads()} threads, torch {torch.__version__}")

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muown_train.cli.errors import CommandParser
+from muown_train.cli.errors import CommandParser, parse_count
 from muown_train.cli.process import run_script
 from muown_train.optim import Muon, Muown, shard
 from muown_train.optim.core.orthogonalize import has_fast_bfloat16
-from muown_train.runtime.benchmark import measure_peak_memory
+from muown_train.runtime.benchmark import measure_peak_memory, parse_device
 
 # size -> rows, columns and row blocks of the matrices of one layer, and the number of layers
 SIZES = {
@@ -151,14 +151,18 @@ def run_rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
 def main() -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("--size", choices=SIZES, nargs="+", default=list(SIZES))
-    parser.add_argument("--rounds", type=int, default=15, help="steps of each contender (default 15)")
-    parser.add_argument("--threads", type=int, help="threads of a process (default all cores; with --ranks its share)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=parse_count(), default=15, help="steps of each contender (default 15)")
+    parser.add_argument(
+        "--threads",
+        type=parse_count(most=1024),
+        help="threads of a process (default all cores; with --ranks its share)",
+    )
+    parser.add_argument("--device", type=parse_device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="add compiled optimizers")
-    parser.add_argument("--ranks", type=int, default=1, help="compare replicated with sharded over so many processes")
+    parser.add_argument(
+        "--ranks", type=parse_count(most=1024), default=1, help="compare replicated with sharded over so many processes"
+    )
     arguments = parser.parse_args()
-    if arguments.rounds < 1 or arguments.ranks < 1:
-        parser.error(f"--rounds {arguments.rounds} and --ranks {arguments.ranks} must be 1 or more")
     if arguments.compile and arguments.ranks > 1:
         parser.error("--compile and --ranks are two comparisons: one at a time")
     arguments.threads = arguments.threads or max(1, torch.get_num_threads() // arguments.ranks)

@@ -18,7 +18,7 @@ import torch
 from benchmark_train import DEFAULT, Contender, build_contender, split_words, time_in_turns
 from torch import Tensor
 
-from muown_train.cli.errors import CommandParser, report_errors
+from muown_train.cli.errors import CommandParser, parse_count, report_errors
 from muown_train.cli.process import run_script
 from muown_train.runtime.benchmark import measure_peak_memory
 from muown_train.runtime.distributed import World, join_world
@@ -91,10 +91,8 @@ def compare(settings: list[str], rounds: int, folder: str, world: World) -> None
 def main() -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("settings", nargs="*", metavar="SETTING", help=f"settings of both (default {DEFAULT})")
-    parser.add_argument("--rounds", type=int, default=21, help="steps of each (default 21)")
+    parser.add_argument("--rounds", type=parse_count(2), default=21, help="steps of each (default 21)")
     arguments = parser.parse_args()
-    if arguments.rounds < 2:
-        parser.error(f"--rounds {arguments.rounds} must be 2 or more")
     with report_errors(arguments.settings), join_world() as world:
         folder = world.run_on_main(tempfile.mkdtemp)
         try:

@@ -33,7 +33,7 @@ import torch
 from plain_gpt import PlainGPT, make_plain_step
 from torch import Tensor
 
-from muown_train.cli.errors import CommandParser, report_errors
+from muown_train.cli.errors import CommandParser, parse_count, report_errors
 from muown_train.cli.process import run_script
 from muown_train.config.compose import load_config
 from muown_train.config.overrides import check_overrides
@@ -267,8 +267,10 @@ def main() -> None:
     parser.add_argument(
         "--against", action="append", choices=("torch", "torch-fast"), default=[], help="compare with a plain loop"
     )
-    parser.add_argument("--rounds", type=int, default=11, help="steps of each (default 11); 0 measures memory alone")
-    parser.add_argument("--threads", type=int, help="number of threads (default all cores)")
+    parser.add_argument(
+        "--rounds", type=parse_count(0), default=11, help="steps of each (default 11); 0 measures memory alone"
+    )
+    parser.add_argument("--threads", type=parse_count(most=1024), help="number of threads (default all cores)")
     arguments = parser.parse_args()
     if arguments.rounds < 0:
         parser.error(f"--rounds {arguments.rounds} must be 0 or more")

@@ -3,8 +3,9 @@
 import argparse
 import errno
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -49,6 +50,11 @@ def report_errors(settings: list[str] | None = None) -> Iterator[None]:
         is_temporary = isinstance(error, CommandFailed | ConnectionError)
         is_temporary |= isinstance(error, OSError) and error.errno in _TEMPORARY
         exit_with(f"error: {explain_error(error, settings)}", FAILED if is_temporary else WRONG)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't start new thread" not in str(error):
+            raise
+        lacking = "threads (`ulimit -u`, or the limit of a container)" if str(error) else "memory"
+        exit_with(f"error: this machine gives the process no more {lacking}", FAILED)
 
 
 def exit_with(sentence: str, status: int) -> NoReturn:
@@ -56,6 +62,17 @@ def exit_with(sentence: str, status: int) -> NoReturn:
     rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
     print(escape_controls(f"{rank}{sentence}"), file=sys.stderr, flush=True)
     sys.exit(status)
+
+
+def parse_count(least: int = 1, most: int = 10**6) -> Callable[[str], int]:
+    """Return a `type` for argparse: a whole number from `least` to `most`."""
+
+    def parse(word: str) -> int:
+        if not re.fullmatch(r"\d{1,18}", word) or not least <= int(word) <= most:
+            raise argparse.ArgumentTypeError(f"{word[:40]} must be a whole number from {least} to {most}")
+        return int(word)
+
+    return parse
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -3,7 +3,8 @@
 import importlib
 import sys
 
-from muown_train.cli.process import run_command
+from muown_train.cli.errors import report_errors
+from muown_train.cli.process import check_ranks, run_command
 from muown_train.cli.terminal import format_output
 
 # name -> module with a function `main`, or module:function, and what it does
@@ -27,6 +28,8 @@ COMMANDS = {
 
 def main() -> int | None:
     """Run the command that the first word names, or train. Any status but 0 is returned or raised as SystemExit."""
+    with report_errors([]):
+        check_ranks()
     words = sys.argv[1:]
     name = words.pop(0) if words and words[0] in COMMANDS else "train"
     sys.argv = [f"muown-train {name}", *words]  # usage texts and manifests show these words

@@ -1,6 +1,7 @@
 """Errors as one sentence for a person: unwrapped from Hydra's layers, with the nearest name that exists, no secrets."""
 
 import errno
+import os
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -203,7 +204,13 @@ def check_flags(words: Sequence[str]) -> None:
         if is_setting and f"--{key}" not in flags and word not in flags:
             raise ValueError(f"{word} is no flag: settings have no dashes, as in {key}={value or '…'}")
     parser.error = _refuse  # type: ignore[method-assign]
-    for word in parser.parse_known_args(words)[1]:
+    known, others = parser.parse_known_args(words)
+    folder = known.config_dir
+    if folder is not None and not os.path.isdir(folder):
+        raise ValueError(
+            f"--config-dir {folder} is no folder: give one with configuration files beside those of configs/"
+        )
+    for word in others:
         if word.startswith("-"):
             raise ValueError(f"there is no flag {word}{suggest_nearest(word, flags)}; see --help")
         raise ValueError(f"{word} stands apart from other settings: flags go before or after all of them")

@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import re
 import select
 import signal
 import sys
@@ -13,6 +14,46 @@ from typing import NoReturn
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # by which a command ends that was stopped by them
 OUTPUT_CLOSED = 128 + signal.SIGPIPE  # the status that a shell gives a program that such a pipe has ended
+
+
+def open_standard_streams() -> None:
+    """Open what is closed of standard input, output and error, so that no file of a run takes its place."""
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
+
+
+def check_ranks() -> int:
+    """Return the number of ranks that the environment describes, 1 without torchrun or what is like it.
+
+    Raises:
+        ValueError: a variable that describes ranks is no number, or does not fit the others.
+    """
+    size = _read_count("WORLD_SIZE", 1, 1)
+    for name, least, default in (("LOCAL_WORLD_SIZE", 1, 1), ("LOCAL_RANK", 0, 0), ("RANK", 0, 0)):
+        if (value := _read_count(name, least, default)) > size - 1 + least:
+            raise ValueError(f"{name}={value} does not fit WORLD_SIZE={size}: torchrun sets both, and so that they fit")
+    if size > 1 and _read_count("MASTER_PORT", 0, 0) > 65535:
+        raise ValueError(f"MASTER_PORT={os.environ['MASTER_PORT']} must be a port, 1 to 65535")
+    return size
+
+
+def _read_count(name: str, least: int, default: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not re.fullmatch(r"\d{1,9}", text) or int(text) < least:
+        raise ValueError(
+            f"{name}={text!r} must be a whole number of at least {least}: torchrun sets it, and one process needs none"
+        )
+    return int(text)
 
 
 def is_output_closed() -> bool:
@@ -61,10 +102,11 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     so (a module that torch imports late keeps the default group alive, and a traceback keeps what it passed through),
     and so did a thread that waits for W&B.
     """
+    open_standard_streams()
     status = run_quietly(main) or 0
     if "RANK" not in os.environ and status in [128 + number for number in ENDING_SIGNALS]:
         end_process(status, signal.Signals(status - 128))
-    if isinstance(status, int) and (int(os.environ.get("WORLD_SIZE", "1")) > 1 or threading.active_count() > 1):
+    if isinstance(status, int) and (os.environ.get("WORLD_SIZE", "1") != "1" or threading.active_count() > 1):
         end_process(status)
     sys.exit(status)  # type: ignore[arg-type]
 

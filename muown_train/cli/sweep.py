@@ -10,7 +10,6 @@ This module does not load torch.
 
 import gc
 import math
-import os
 import shlex
 import sys
 import traceback
@@ -30,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from muown_train.cli.errors import FAILED, CommandFailed, exit_with, report_errors
 from muown_train.cli.messages import explain_error
-from muown_train.cli.process import is_output_closed
+from muown_train.cli.process import check_ranks, is_output_closed
 from muown_train.config.compose import CONFIG_DIR, check_config, load_config
 from muown_train.config.overrides import expand_grid, find_varying_words, parse_overrides
 from muown_train.config.run_name import locate_run_folder
@@ -121,7 +120,7 @@ class Sweep(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Judge all jobs; nothing has started yet."""
         with report_errors([]):  # Hydra makes warnings of errors in callbacks, and lets an exit pass
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            if check_ranks() > 1:
                 raise ValueError(
                     "--multirun trains one job after the other in one process: under torchrun start each alone"
                 )

@@ -1,5 +1,6 @@
 """Measure the time and the peak memory of a call."""
 
+import argparse
 import gc
 import os
 import time
@@ -8,6 +9,16 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+
+def parse_device(word: str) -> str:
+    """Return the name of a device that this machine has; a `type` for argparse."""
+    try:
+        torch.empty(1, device=word)
+    except (RuntimeError, AssertionError) as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise argparse.ArgumentTypeError(f"{word[:40]} is no device of this machine: {reason[:200]}") from error
+    return word
 
 
 def read_clock(device: torch.device) -> float:

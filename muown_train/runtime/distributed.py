@@ -118,13 +118,17 @@ def join_world(lost_after: float = LOST_AFTER) -> Iterator[World]:
         lost_after: seconds of silence after which a rank is lost.
 
     Raises:
+        ValueError: there is no GPU for this rank.
         ConnectionError: a collective failed because the process of another rank, not known which, has gone.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= gpus:
+            raise ValueError(f"LOCAL_RANK={local} has no GPU: this machine shows {gpus}, so start at most {gpus} ranks")
+        device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     world = World(rank, size, device)
     if size == 1:

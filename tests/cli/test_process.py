@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from muown_train.cli.main import COMMANDS
-from muown_train.cli.process import OUTPUT_CLOSED
+from muown_train.cli.errors import FAILED, WRONG, report_errors
+from muown_train.cli.main import COMMANDS, main
+from muown_train.cli.process import OUTPUT_CLOSED, check_ranks
 from tests.helpers.folders import line, settings, write
 from tests.helpers.paths import ROOT
 from tests.helpers.runs import slow_but
@@ -127,3 +128,67 @@ def test_the_loop_of_a_shell_ends_with_the_command_that_ctrl_c_has_stopped():
         os.killpg(process.pid, signal.SIGINT)
         said = process.stdout.read()
     assert (process.returncode, said) == (-signal.SIGINT, b"said\n")
+
+
+@pytest.mark.parametrize(
+    "variables, part",
+    [
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE='' must be a whole number of at least 1"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' must be"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' must be"),
+        ({"WORLD_SIZE": "9" * 20}, "must be a whole number"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 does not fit WORLD_SIZE=2"),
+        ({"RANK": "1"}, "RANK=1 does not fit WORLD_SIZE=1"),
+        ({"RANK": "-1"}, "RANK='-1' must be a whole number of at least 0"),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "x"}, "LOCAL_RANK='x' must be"),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3 does not fit WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "2", "MASTER_PORT": "99999"}, "MASTER_PORT=99999 must be a port"),
+    ],
+)
+def test_variables_of_ranks_that_cannot_be(monkeypatch, capsys, variables, part):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert check_ranks() == 1
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["muown-train", "seed=1"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == WRONG
+    said = capsys.readouterr().err
+    assert part in said and said.count("\n") == 1, said
+
+
+def test_ranks_that_fit(monkeypatch):
+    for rank in range(4):
+        for name, value in {"WORLD_SIZE": 4, "RANK": rank, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}.items():
+            monkeypatch.setenv(name, str(value))
+        assert check_ranks() == 4
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
+def test_a_machine_that_gives_no_more_is_one_sentence(capsys, error):
+    with pytest.raises(SystemExit) as end, report_errors([]):
+        raise error
+    assert end.value.code == FAILED and "this machine gives the process no more" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="other"), report_errors([]):
+        raise RuntimeError("other")
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stdin", "stderr"])
+def test_no_file_takes_the_place_of_a_closed_stream(tmp_path, closed):
+    code = """
+import os, sys
+from muown_train.cli.process import run_command
+def main():
+    with open(sys.argv[1], "w") as file:
+        assert file.fileno() > 2, file.fileno()
+        print("said")
+        file.write("whole")
+run_command(main)
+"""
+    number = ("stdin", "stdout", "stderr").index(closed)
+    command = [sys.executable, "-c", code, str(tmp_path / "file")]
+    done = subprocess.run(["bash", "-c", f'"$@" {number}>&-', "bash", *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "file").read_text() == "whole" and done.stdout == ("" if closed == "stdout" else "said\n")
