@@ -1,6 +1,7 @@
 """The words of a command line and the files of configs/ become one checked configuration: `load_config`."""
 
 import copy
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,7 +78,8 @@ def check_config(composed: DictConfig, choices: Mapping[str, Any], overrides: Se
         check_trust(composed.trust, overrides)
     settings = OmegaConf.masked_copy(composed, [str(key) for key in composed if key not in ("hydra", "experiment")])
     tree: dict[str, Any] = OmegaConf.to_container(settings, resolve=True)  # type: ignore[assignment]
-    return parse_config(tree, default_run_name(choices, overrides, composed.seed))
+    out = os.path.expanduser(tree["out"]) if isinstance(tree["out"], str) else None
+    return parse_config(tree, default_run_name(choices, overrides, composed.seed, out))
 
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:

@@ -1,5 +1,6 @@
 """Check that a configuration may continue the run that a folder already holds."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ _FIXED = (
     *("model", "data", "seq_len", "batch_tokens", "seed", "init_from", "checkpoint"),
     *("optim._target_", "optim.rest._target_"),
 )
+_PATHS = ("init_from", "checkpoint")
 _MAY_CHANGE = ("data.retries", "model.activation_checkpointing")
 
 
@@ -49,7 +51,7 @@ def check_same_run(folder: Path, metadata: Mapping[str, Any] | None, config: Map
                 continue
             differing = next((k for k in keys if old.get(k) != new.get(k)), keys[0])
             key, old, new = f"{key}.{differing}", old.get(differing), new.get(differing)
-        if old != new:
+        if old != new and not (key in _PATHS and _is_same_path(old, new)):
             raise ValueError(
                 f"{folder} holds a run with {key}={old}, this one has {key}={new}: "
                 "give it another name, or the old setting"
@@ -81,6 +83,11 @@ def check_same_data(folder: Path, metadata: Mapping[str, Any] | None, data: Mapp
                 f"{folder} holds a run on other data ({key} was {old}, is {new}): "
                 "give it another name, or the data as they were"
             )
+
+
+def _is_same_path(old: Any, new: Any) -> bool:
+    """Return whether two paths, relative to this folder or absolute, lead to the same place."""
+    return isinstance(old, str) and isinstance(new, str) and os.path.realpath(old) == os.path.realpath(new)
 
 
 def _get(tree: Any, path: str) -> Any:

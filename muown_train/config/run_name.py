@@ -3,7 +3,7 @@
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +20,62 @@ _FILES = (  # what a run writes into its folder, some of it at its end only
     *(".lock", "config.yaml", "manifest.json", "tokenizer.json", "status.json", "starts.jsonl", "wandb_id"),
     *("metrics.jsonl", "metrics.rolled_back.jsonl", "events.jsonl", "loss.png"),
 )
-_MAX_LENGTH = 120  # characters of a default name; file systems allow 255
+_MAX_LENGTH = 120  # characters of the name of a run of a grid; file systems allow 255
+_MAX_DEFAULT, _MAX_BEGIN = 59, 30  # characters of a default name, and of the choices that it then begins with
 _ALLOWED = "A-Za-z0-9._=+,-"  # characters of a run's name
 
 
-def default_run_name(choices: Mapping[str, Any], overrides: Iterable[str], seed: int) -> str:
+def default_run_name(choices: Mapping[str, Any], overrides: Iterable[str], seed: int, out: str | None = None) -> str:
     """Return a run's default name: its choices and every other override, so that two settings never share a folder.
+
+    A name that would have more than 59 letters holds the short settings, which are those that vary in a sweep, and a
+    digest of all. Earlier versions gave longer names: a run that has one in `out` keeps it.
 
     Args:
         choices: the chosen option of each config group.
         overrides: the words of the command line, such as `optim.lr=1e-2`. With `checkpoint=` the name begins with that
             of the checkpoint's run, which replaces the choices and the seed.
+        out: the folder of all runs, if it is known.
     """
     overrides = list(overrides)
     skipped = ("model", "optim", "seed", "checkpoint")
-    given = [word for key, word in list_naming_overrides(overrides) if key not in skipped]
+    given = [(key, word) for key, word in list_naming_overrides(overrides) if key not in skipped]
     parsed = reversed(parse_overrides(overrides))
     checkpoint = next((override.value() for override in parsed if override.key_or_group == "checkpoint"), None)
-    if checkpoint is None:
-        return make_folder_name([choices["model"], choices["optim"], *given, f"seed={seed}"])
-    return make_folder_name([_name_source_run(str(checkpoint)), *given])
+    first, last = [choices["model"], choices["optim"]], [f"seed={seed}"]
+    if checkpoint is not None:
+        first, last = [_name_source_run(str(checkpoint))], []
+    name = _make_default_name(first, [*(_shorten_path(key, word) for key, word in given), *last])
+    earlier = make_folder_name([*first, *(word for _, word in given), *last])
+    if out and earlier != name and Path(out, earlier).is_dir() and not Path(out, name).exists():
+        return earlier
+    return name
+
+
+def _make_default_name(first: Sequence[str], settings: Sequence[str]) -> str:
+    """Join the parts of a name; one that is too long leaves out its longest settings, and has a digest of all."""
+    name = make_folder_name([*first, *settings])
+    if len(name) <= _MAX_DEFAULT:
+        return name
+    digest = hashlib.sha256("-".join([*first, *settings]).encode()).hexdigest()[:8]
+    plain = [re.sub(f"[^{_ALLOWED}]+", "_", redact(setting)) for setting in settings]
+    begin = re.sub(f"[^{_ALLOWED}]+", "_", redact("-".join(first)))[:_MAX_BEGIN]
+    room, kept = _MAX_DEFAULT - len(f"{begin}-{digest}"), set[str]()
+    for setting in sorted(plain, key=len):
+        room -= len(setting) + 1
+        if room < 0:
+            break
+        kept.add(setting)
+    return "-".join([begin, *(setting for setting in plain if setting in kept), digest])
+
+
+def _shorten_path(key: str, word: str) -> str:
+    """Return `key=value` with a path below this folder relative to it, so that it names the same run either way."""
+    path = word.partition("=")[2]
+    if key != "init_from" or not os.path.isabs(path):
+        return word
+    relative = os.path.relpath(path)
+    return word if relative.startswith("..") else f"{key}={relative}"
 
 
 def list_naming_overrides(overrides: Iterable[str]) -> list[tuple[str, str]]:

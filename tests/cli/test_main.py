@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from muown_train.cli.main import COMMANDS, main
-from muown_train.config.compose import CONFIG_DIR
-from muown_train.config.run_name import check_run_name, default_run_name
+from muown_train.config.compose import CONFIG_DIR, load_config
+from muown_train.config.resume_check import check_same_run
+from muown_train.config.run_name import check_run_name, default_run_name, list_naming_overrides, make_folder_name
 from tests.helpers.runs import SMALL, built, configured, metrics
 
 COMMAND = [sys.executable, "-m", "muown_train"]
@@ -289,9 +290,34 @@ def test_names_of_runs():
     assert choices("schedule=cosine", "data=files") == "tiny-muown-data=files-schedule=cosine-seed=0"
     assert choices("data.train='a/*.txt'") != choices("data.train='a_*.txt'")
     long = choices(*(f"optim.x{i}=1" for i in range(50)))
-    assert len(long) < 150 and long != choices(*(f"optim.x{i}=1" for i in range(51)))
     for name in (choices("data.train='/a/*.txt'"), long):
         assert check_run_name(name) == name
+    assert len(long) < 60 and long != choices(*(f"optim.x{i}=1" for i in range(51)))
+    path = "data.train='/a/folder/of/many/letters/that/no/name/can/hold/*.txt'"
+    sweep = [choices(path, f"optim.lr={lr}", "tokens=2e7") for lr in (1e-3, 2e-3)]
+    for name, lr in zip(sweep, ("0.001", "0.002"), strict=True):
+        assert re.fullmatch(rf"tiny-muown-optim\.lr={lr}-tokens=2e\+07-seed=0-[0-9a-f]{{8}}", name), name
+    assert sweep[0] != choices(path.replace("hold", "bear"), "optim.lr=1e-3", "tokens=2e7")
+
+
+def test_a_run_keeps_the_longer_name_that_an_earlier_version_gave_it(tmp_path):
+    words = ["data=files", "data.train='/a/folder/of/many/letters/of/texts/*.txt'", f"out={tmp_path}"]
+    name = load_config(words).name
+    earlier = make_folder_name(["tiny", "muown", *(word for _, word in list_naming_overrides(words)), "seed=0"])
+    assert len(name) < 60 < len(earlier)
+    (tmp_path / earlier).mkdir()
+    assert load_config(words).name == earlier
+    (tmp_path / name).mkdir()
+    assert load_config(words).name == name
+
+
+def test_a_source_of_weights_names_a_run_however_its_path_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert choices(f"init_from={tmp_path}/runs/a") == choices("init_from=runs/a")
+    assert choices("init_from=/elsewhere/a") != choices("init_from=runs/a")
+    check_same_run(Path("run"), {"config": {"init_from": "runs/a"}}, {"init_from": f"{tmp_path}/runs/a"})
+    with pytest.raises(ValueError, match="init_from=runs/a, this one has init_from=runs/b"):
+        check_same_run(Path("run"), {"config": {"init_from": "runs/a"}}, {"init_from": "runs/b"})
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", ".", "..", ".hidden", "", "a b", "-x"])
