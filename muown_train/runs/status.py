@@ -95,10 +95,12 @@ class FolderGuard:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.lock = folder, os.stat(folder / ".lock")
-        self._descriptor = os.open(folder, os.O_RDONLY)
+        self._descriptor: int | None = os.open(folder, os.O_RDONLY)
 
     def check(self) -> None:
         """Raise FolderChangedError if the folder or its lock has been moved, removed or replaced."""
+        if self._descriptor is None:
+            return
         if not _is_same(self.folder, os.fstat(self._descriptor)):
             raise FolderChangedError(
                 f"{self.folder} was moved, removed or replaced while this run was training: nothing more is saved; "
@@ -111,8 +113,10 @@ class FolderGuard:
             )
 
     def close(self) -> None:
-        """End the guard."""
-        os.close(self._descriptor)
+        """End the guard; further checks find nothing."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = None
 
 
 def _is_same(path: Path, stat: os.stat_result) -> bool:

@@ -14,6 +14,7 @@ from muown_train.runs import status as statuses
 from muown_train.runs.metrics import FolderChangedError
 from muown_train.runs.status import Outcome, lock_folder, read_status, write_status
 from muown_train.training.trainer import Trainer
+from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import built, metrics, trained
 
 
@@ -82,6 +83,33 @@ def test_a_folder_that_changes_while_a_run_trains(corpus, tmp_path, monkeypatch,
     assert now == {path: size for path, size in left.items() if path.name != "status.json"}  # nothing was written
     if change in (cut_record, remove_record):
         assert read_status(run.folder)["state"] == "failed"
+
+
+def change_on_this_rank(world, corpus, out):
+    """Train on two ranks while the main one finds another folder in place of its own; return what each rank raises."""
+    run = built(corpus, out, "micro_batch=1", world=world)
+    run.resume()
+    if world.is_main:
+        with pytest.MonkeyPatch.context() as patch:
+            act_at(patch, 5, lambda: put_another_in_its_place(run.folder))
+            return catch(run)
+    return catch(run)
+
+
+def catch(run):
+    try:
+        run.train()
+    except OSError as error:
+        return type(error).__name__, str(error), run.trainer.step
+    finally:
+        run.close()
+
+
+@pytest.mark.slow
+def test_all_ranks_stop_together(corpus, tmp_path):
+    found = on_ranks(2, change_on_this_rank, corpus, tmp_path)
+    assert found[0] == found[1] and found[0][0] == "FolderChangedError"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["theirs"]
 
 
 def test_a_record_that_lacks_lines_is_said_when_the_run_goes_on(corpus, tmp_path, capsys):
