@@ -22,7 +22,8 @@ from muown_train.runtime.suggest import suggest_nearest
 
 TOKENIZER = "tokenizer.json"  # the name of the file in prepared data and in a run's folder
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
-PIECE = 2_000_000  # characters of a text encoded together: the library takes about 100 bytes of memory for each
+PIECE = 2_000_000  # characters of a text encoded together
+CHARACTER_BYTES = 100  # memory that the `tokenizers` library takes for each character that it encodes together
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 2_000_000  # large, since threads run idle at the end of each batch
 THREADS_FROM = 100_000  # characters in a batch from which on threads pay
@@ -140,6 +141,12 @@ class HubTokenizer:
         return np.array_equal(self._encode_one(text), self._encode_by_library([text])[0])
 
     def _encode_by_library(self, texts: list[str]) -> list[np.ndarray]:
+        longest = max(map(len, texts), default=0)
+        if longest * CHARACTER_BYTES > read_memory():
+            raise ValueError(
+                f"tokenizer {self.name} cannot encode a text of {longest:,} characters without line ends: the memory does "
+                f"not suffice, about {CHARACTER_BYTES} bytes for each; divide it into documents"
+            )
         try:
             encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
         except BaseException as error:
@@ -213,6 +220,11 @@ def count_threads() -> int:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def read_memory() -> int:
+    """Return the bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @cache

@@ -84,6 +84,12 @@ def test_the_check_lists_all_damaged_shards(folder):
         check_shards(folder)
 
 
+def test_damaged_counts_are_noticed(folder):
+    flip(folder / "train_counts.npy", -16, 3)
+    with pytest.raises(ValueError, match=r"train_counts.npy is damaged, since it does not count 1,200 ids"):
+        open_shards(folder)
+
+
 def test_each_block_is_compared_once(folder, monkeypatch):
     data, calls = open_shards(folder), []
     monkeypatch.setattr(checked.zlib, "crc32", lambda raw, crc=zlib.crc32: calls.append(raw) or crc(raw))

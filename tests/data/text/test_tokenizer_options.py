@@ -10,6 +10,7 @@ import pytest
 from muown_train.data import sources
 from muown_train.data.shards.dataset import shards
 from muown_train.data.shards.prepare import prepare_shards
+from muown_train.data.text import tokenizer as module
 from muown_train.data.text.growth import bound_growth
 from muown_train.data.text.tokenizer import HubTokenizer, load_tokenizer
 from tests.helpers.text_files import CHAT, chat_tokenizer, unpack_tokenizer, word_tokenizer_json
@@ -127,6 +128,7 @@ GROWING = [
     {"type": "Sequence", "normalizers": [REPLACE | {"pattern": {"String": ""}}] * 2},
     {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 7},
     {"type": "Sequence", "normalizers": [{"type": "BertNormalizer"}] * 5},
+    {"type": "Sequence", "normalizers": [{"type": "CTC"}, {"type": "BPEDecoder", "suffix": ""}] * 4},
     {
         "type": "Sequence",
         "normalizers": [{"type": "Prepend", "prepend": "x" * 50}, {"type": "Prepend", "prepend": "yy"}],
@@ -141,12 +143,19 @@ def test_known_rules_are_accepted():
 
 @pytest.mark.parametrize("rule", GROWING)
 def test_rules_that_let_text_grow_are_refused(rule):
-    with pytest.raises(ValueError, match=r"tokenizer t is refused: its normalizer may make text more than 100 times"):
-        HubTokenizer("t", chat_tokenizer(normalizer=rule))
-    if rule["type"] == "Sequence":
-        rule = {"type": "Sequence", "decoders": rule["normalizers"]}
-    with pytest.raises(ValueError, match=r"tokenizer t is refused: its decoder may make text more than 100 times"):
-        HubTokenizer("t", chat_tokenizer(decoder=rule))
+    for part, key in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers"), ("decoder", "decoders")):
+        own = {"type": "Sequence", key: rule["normalizers"]} if rule["type"] == "Sequence" else rule
+        with pytest.raises(ValueError, match=rf"tokenizer t is refused: its {part} may make text more than 100 times"):
+            HubTokenizer("t", chat_tokenizer(**{part: own}))
+
+
+def test_a_text_that_the_memory_does_not_hold_is_refused(monkeypatch):
+    tokenizer = HubTokenizer("words", chat_tokenizer(normalizer={"type": "Lowercase"}))
+    assert tokenizer.backend == "tokenizers"
+    monkeypatch.setattr(module, "read_memory", lambda: 1_000_000)
+    assert len(tokenizer.encode_batch(["x" * 10_000])[0]) == 10_000
+    with pytest.raises(ValueError, match=r"cannot encode a text of 10,001 characters without line ends"):
+        tokenizer.encode_batch(["fine", "x" * 10_001])
 
 
 @pytest.mark.parametrize(
