@@ -144,8 +144,8 @@ class HubTokenizer:
         longest = max(map(len, texts), default=0)
         if longest * CHARACTER_BYTES > read_memory():
             raise ValueError(
-                f"tokenizer {self.name} cannot encode a text of {longest:,} characters without line ends: the memory does "
-                f"not suffice, about {CHARACTER_BYTES} bytes for each; divide it into documents"
+                f"tokenizer {self.name} cannot encode a text of {longest:,} characters without line ends, "
+                f"since each takes about {CHARACTER_BYTES} bytes of memory: divide it into documents"
             )
         try:
             encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
