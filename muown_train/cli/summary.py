@@ -75,6 +75,8 @@ def report_end(run: Run, outcome: Outcome, already: bool) -> None:
             f"{summary['step']:,} steps, {summary['tokens']:,} tokens in {format_duration(summary['seconds'])}, "
             f"{summary['tokens_per_second']:,.0f} tokens/s"
         )
+    if outcome.state == "finished" and outcome.reason:
+        print(outcome.reason)
     if outcome.state == "diverged":
         print(escape_controls(f"DIVERGED: {outcome.reason}"))
     elif run.config.sample_tokens and math.isfinite(summary["valid/loss"]):

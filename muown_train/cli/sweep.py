@@ -199,7 +199,7 @@ def format_jobs(jobs: Sequence[Job]) -> list[str]:
         lines.append(f"{i + 1:>3}  {shown[i]:>20}  {states[i]:<{width}}  {job.text}".rstrip())
     for i, job in enumerate(jobs):
         reason = job.failure or read_status(job.folder).get("reason")
-        if states[i] in ("failed", "diverged", "stopped", _BUSY) and reason:
+        if states[i] != "running" and reason:
             lines.append(f"job {i + 1}: {reason}")
     done = [i for i, state in enumerate(states) if state == "done"]
     if done:

@@ -21,6 +21,7 @@ _FILES = (  # what a run writes into its folder, some of it at its end only
     *("metrics.jsonl", "metrics.rolled_back.jsonl", "events.jsonl", "loss.png"),
 )
 _MAX_LENGTH = 120  # characters of the name of a run of a grid; file systems allow 255
+_VARIED = ("seed=", "optim.")  # beginnings of the settings that vary most often between runs
 _MAX_DEFAULT, _MAX_BEGIN = 59, 30  # characters of a default name, and of the choices that it then begins with
 _ALLOWED = "A-Za-z0-9._=+,-"  # characters of a run's name
 
@@ -28,8 +29,8 @@ _ALLOWED = "A-Za-z0-9._=+,-"  # characters of a run's name
 def default_run_name(choices: Mapping[str, Any], overrides: Iterable[str], seed: int, out: str | None = None) -> str:
     """Return a run's default name: its choices and every other override, so that two settings never share a folder.
 
-    A name that would have more than 59 letters holds the short settings, which are those that vary in a sweep, and a
-    digest of all. Earlier versions gave longer names: a run that has one in `out` keeps it.
+    A name that would have more than 59 letters holds the seed, the optimizer's and the short settings, which are those
+    that vary in a sweep, and a digest of all. Earlier versions gave longer names: a run that has one in `out` keeps it.
 
     Args:
         choices: the chosen option of each config group.
@@ -61,7 +62,7 @@ def _make_default_name(first: Sequence[str], settings: Sequence[str]) -> str:
     plain = [re.sub(f"[^{_ALLOWED}]+", "_", redact(setting)) for setting in settings]
     begin = re.sub(f"[^{_ALLOWED}]+", "_", redact("-".join(first)))[:_MAX_BEGIN]
     room, kept = _MAX_DEFAULT - len(f"{begin}-{digest}"), set[str]()
-    for setting in sorted(plain, key=len):
+    for setting in sorted(plain, key=lambda setting: (not setting.startswith(_VARIED), len(setting))):
         room -= len(setting) + 1
         if room < 0:
             break

@@ -88,6 +88,23 @@ class DivergenceMonitor:
         self.losses.clear()
 
 
+def explain_unlearned(loss: float, vocab_size: int, unigram_loss: float | None) -> str:
+    """Return a sentence if a run has ended with a model that is no better than guessing, else an empty text.
+
+    Args:
+        loss: the last validation loss, in nats per token.
+        vocab_size: the number of tokens among which a guess is made.
+        unigram_loss: that of the frequencies of tokens; where they are equal, nothing can be learnt. None: not known.
+    """
+    guess = math.log(vocab_size)
+    if loss < guess * (1 - 1e-5) or (unigram_loss is not None and unigram_loss > guess * (1 - 1e-3)):
+        return ""
+    return (
+        f"the model has learnt nothing: its validation loss {loss:.4f} is no lower than {guess:.4f}, that of guessing "
+        f"among {vocab_size:,} tokens; a lower optim.lr, or a longer run, may learn"
+    )
+
+
 def find_infinite_weight(model: nn.Module, step: int) -> str | None:
     """Return a sentence if a weight holds NaN or infinity, which no checkpoint may; the same on every rank."""
     names, weights = zip(*model.named_parameters(), strict=True)

@@ -17,6 +17,7 @@ from muown_train.runs.metrics import Sink
 from muown_train.runs.status import FolderGuard, Outcome, read_status, write_status
 from muown_train.runtime.atomic_files import read_regular, write_atomic
 from muown_train.runtime.redaction import redact
+from muown_train.training.divergence import explain_unlearned
 from muown_train.training.trainer import Trainer
 
 MAX_REASON = 1000  # letters of an error that status.json keeps: a compiler's error may have megabytes
@@ -54,9 +55,10 @@ class Run:
         if status.get("state") == "diverged":
             return Outcome("diverged", status.get("reason", ""))
         if trainer.resume(self.source_checkpoint):
+            outcome = self._judge_loss()
             if status.get("state") != "finished":  # killed before it could say so
-                self._write_status(Outcome("finished"))
-            return Outcome("finished")
+                self._write_status(outcome)
+            return outcome
         if trainer.world.is_main:
             manifest.write(self.folder, self.config.to_dict(), self.metadata)
             if self.data.tokenizer.raw is not None:  # everyone who uses the model needs it
@@ -80,6 +82,8 @@ class Run:
                 reason = redact(str(error))[:MAX_REASON] or type(error).__name__
                 self._write_status(Outcome("failed", reason))
             raise
+        if outcome.state == "finished":
+            outcome = self._judge_loss()
         self._write_status(outcome)
         return outcome
 
@@ -104,6 +108,15 @@ class Run:
                 f"{self.folder}/metrics.jsonl lacks {len(missing):,} of the lines up to step {trainer.step:,}, from "
                 f"step {missing[0]:,} to step {missing[-1]:,}: it was changed, and the run goes on without them"
             )
+
+    def _judge_loss(self) -> Outcome:
+        """Return the end of a run that has finished, with a reason where it has learnt nothing."""
+        lines = self.trainer.metrics.read() if self.trainer.metrics else []
+        losses = [line["valid/loss"] for line in lines if "valid/loss" in line]
+        if not losses:
+            return Outcome("finished")
+        reason = explain_unlearned(float(losses[-1]), self.model.vocab_size, self.data.unigram_loss)
+        return Outcome("finished", reason)
 
     def _describe_source(self) -> str:
         if not self.source_checkpoint:

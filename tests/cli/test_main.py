@@ -294,10 +294,10 @@ def test_names_of_runs():
         assert check_run_name(name) == name
     assert len(long) < 60 and long != choices(*(f"optim.x{i}=1" for i in range(51)))
     path = "data.train='/a/folder/of/many/letters/that/no/name/can/hold/*.txt'"
-    sweep = [choices(path, f"optim.lr={lr}", "tokens=2e7") for lr in (1e-3, 2e-3)]
+    sweep = [choices(path, f"optim.lr={lr}", "tokens=2e7", "seq_len=32") for lr in (1e-3, 2e-3)]
     for name, lr in zip(sweep, ("0.001", "0.002"), strict=True):
-        assert re.fullmatch(rf"tiny-muown-optim\.lr={lr}-tokens=2e\+07-seed=0-[0-9a-f]{{8}}", name), name
-    assert sweep[0] != choices(path.replace("hold", "bear"), "optim.lr=1e-3", "tokens=2e7")
+        assert re.fullmatch(rf"tiny-muown-optim\.lr={lr}-seq_len=32-seed=0-[0-9a-f]{{8}}", name), name
+    assert sweep[0] != choices(path.replace("hold", "bear"), "optim.lr=1e-3", "tokens=2e7", "seq_len=32")
 
 
 def test_a_run_keeps_the_longer_name_that_an_earlier_version_gave_it(tmp_path):

@@ -2,7 +2,12 @@
 
 import math
 
-from muown_train.training.divergence import DivergenceMonitor
+import pytest
+
+from muown_train.cli.summary import report_end
+from muown_train.runs.status import read_status
+from muown_train.training.divergence import DivergenceMonitor, explain_unlearned
+from tests.helpers.runs import built
 
 
 def test_judging_skipped_steps():
@@ -31,3 +36,35 @@ def test_judging_losses_window_by_window():
     assert (
         monitor.find_divergence(lines[1:3]) is None and monitor.find_divergence(lines[3:6]) is None
     )  # a resume in the first window
+
+
+@pytest.mark.parametrize(
+    "loss, unigram, learnt",
+    [
+        (math.log(512), 5.4, False),
+        (6.2383, None, False),
+        (880.7, 5.4, False),
+        (math.nan, 5.4, False),
+        (6.2, 5.4, True),
+        (3.0, None, True),
+        (math.log(512), math.log(512), True),  # random data
+    ],
+)
+def test_a_model_that_only_guesses_is_said(loss, unigram, learnt):
+    sentence = explain_unlearned(loss, 512, unigram)
+    assert (sentence == "") == learnt
+    assert learnt or f"its validation loss {loss:.4f} is no lower than 6.2383" in sentence
+
+
+def test_a_learning_rate_that_ruins_a_run_is_said_at_its_end_and_in_its_status(corpus, tmp_path, capsys):
+    run = built(corpus, tmp_path, "optim.lr=1e4", "tokens=1536")
+    run.resume()
+    outcome = run.train()
+    report_end(run, outcome, already=False)
+    run.close()
+    status = read_status(run.folder)
+    assert status["state"] == "finished" and "the model has learnt nothing" in status["reason"]
+    assert status["reason"] in capsys.readouterr().out
+    again = built(corpus, tmp_path, "optim.lr=1e4", "tokens=1536")
+    assert again.resume() == outcome
+    again.close()
