@@ -94,7 +94,9 @@ class FolderGuard:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.lock = folder, os.stat(folder / ".lock")
+        self.folder, self.lock = folder, None
+        with suppress(FileNotFoundError):  # where a file system has no locks, filelock keeps another file
+            self.lock = os.stat(folder / ".lock")
         self._descriptor: int | None = os.open(folder, os.O_RDONLY)
 
     def check(self) -> None:
@@ -106,7 +108,7 @@ class FolderGuard:
                 f"{self.folder} was moved, removed or replaced while this run was training: nothing more is saved; "
                 "once it is back in its place, the same command goes on from the last checkpoint"
             )
-        if not _is_same(self.folder / ".lock", self.lock):
+        if self.lock and not _is_same(self.folder / ".lock", self.lock):
             raise FolderChangedError(
                 f"{self.folder}/.lock was removed or replaced while this run was training, so that another process may "
                 "train there: nothing more is saved; when none does, the same command goes on from the last checkpoint"

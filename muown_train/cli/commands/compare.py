@@ -68,13 +68,11 @@ def read_runs(paths: Iterable[Path]) -> list[RunRecord]:
     for path in paths:
         try:
             run = read_run(path)
-        except NoRun as error:
-            faults.append(str(error))
-            continue
-        if run.columns:
+            if not run.columns:
+                raise NoRun(f"{path} has no lines in metrics.jsonl: it has not begun, or holds weights alone")
             runs.append(run)
-        else:
-            faults.append(f"{path} has no lines in metrics.jsonl: it has not begun, or holds weights alone")
+        except ValueError as error:  # one folder that cannot be read does not hide the others
+            faults.append(str(error))
     if not runs:
         raise ValueError(faults[0])
     for fault in faults:
