@@ -3,7 +3,6 @@
 import importlib
 import sys
 
-from muown_train.cli.errors import report_errors
 from muown_train.cli.process import check_ranks, run_command
 from muown_train.cli.terminal import format_output
 
@@ -28,8 +27,13 @@ COMMANDS = {
 
 def main() -> int | None:
     """Run the command that the first word names, or train. Any status but 0 is returned or raised as SystemExit."""
-    with report_errors([]):
+    try:
         check_ranks()
+    except ValueError:
+        from muown_train.cli.errors import report_errors  # imports libraries, before which commands handle signals
+
+        with report_errors([]):
+            raise
     words = sys.argv[1:]
     name = words.pop(0) if words and words[0] in COMMANDS else "train"
     sys.argv = [f"muown-train {name}", *words]  # usage texts and manifests show these words
