@@ -187,14 +187,16 @@ def _map_keys_to_options() -> dict[str, str]:
     return options_by_key
 
 
-def check_flags(words: Sequence[str]) -> None:
-    """Refuse words that begin with a dash and are not Hydra's flags; Hydra would answer them with its usage.
+def check_flags(words: Sequence[str]) -> list[str]:
+    """Return the settings among words, and refuse words that begin with a dash and are not Hydra's flags.
+
+    Hydra would answer those with its usage.
 
     Args:
         words: the words of the command line.
 
     Raises:
-        ValueError: naming the word, with the setting or the flag that was meant.
+        ValueError: naming the word, with the setting or the flag that was meant, or a folder that is not there.
     """
     parser = get_args_parser()
     flags = [flag for action in parser._actions for flag in action.option_strings]
@@ -214,6 +216,8 @@ def check_flags(words: Sequence[str]) -> None:
         if word.startswith("-"):
             raise ValueError(f"there is no flag {word}{suggest_nearest(word, flags)}; see --help")
         raise ValueError(f"{word} stands apart from other settings: flags go before or after all of them")
+    settings: list[str] = known.overrides
+    return settings
 
 
 def _refuse(message: str) -> NoReturn:

@@ -28,7 +28,7 @@ from muown_train.cli.help import format_help, format_version
 from muown_train.cli.messages import check_flags, explain_error
 from muown_train.cli.process import ENDING_SIGNALS, speed_up_torch_import
 from muown_train.cli.sweep import find_best_loss, list_words
-from muown_train.config.compose import CONFIG_DIR, check_config, load_config, register_resolvers
+from muown_train.config.compose import CONFIG_DIR, check_choices, check_config, load_config, register_resolvers
 from muown_train.config.overrides import quote_text
 from muown_train.config.renamed_names import update_overrides
 from muown_train.config.run_name import locate_run_folder
@@ -166,7 +166,7 @@ def _run_hydra(words: Sequence[str]) -> None:
     """Let Hydra act on its flags: several jobs, the composed configuration, shell completion."""
     register_resolvers()
     with report_errors([]):
-        check_flags(words)
+        check_choices(check_flags(words))
     if {"-sc", "--shell-completion"} & set(words):
         sys.argv[0] = "muown-train"  # the name that shells complete; Hydra's functions cannot for `python -m`
     sys.argv[1:] = [word if word.startswith("-") else quote_text(update_overrides([word]))[0] for word in words]

@@ -171,6 +171,19 @@ def test_flags_are_not_taken_for_settings(corpus, tmp_path, monkeypatch):
     assert message.startswith("error: job 1: optim.lr must be"), message
 
 
+@pytest.mark.parametrize(
+    "words, part",
+    [
+        (["--config-dir", "/no/such/folder", "seed=1"], "--config-dir /no/such/folder is no folder"),
+        (["--cfg", "job", "model=[1]"], "model=[1] must be one of"),
+        (["--multirun", "seed=0,1", "data=[stdlib]"], "data=[stdlib] must be one of"),
+    ],
+)
+def test_words_beside_flags_are_judged_too(monkeypatch, capfd, words, part):
+    status, message = call(monkeypatch, *words)
+    assert status == 2 and part in message and len(message.splitlines()) == 1 and not capfd.readouterr().err
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_explains_itself(name, monkeypatch, capsys):
     status, _ = call(monkeypatch, name, "--help")
