@@ -27,7 +27,13 @@ SMOOTHED = 0.02  # share of a run's steps over which a smoothed training loss is
 ABSENT = "—"  # stands in tables for a missing value
 
 # settings that older runs lack: the end of the `_target_` they belong to, and the default that those runs used
-_ADDED_LATER = {"model.init_std": ("GPT", 0.02), "optim.magnitude_lr_scale": ("Muown", 1.0)}
+_ADDED_LATER: dict[str, tuple[str | tuple[str, ...], Any]] = {
+    "model.init_std": ("GPT", 0.02),
+    "optim.magnitude_lr_scale": ("Muown", 1.0),
+    "data.end_of_text": (("files", "hub_stream", "shards"), None),
+    "data.special_tokens": (("files", "hub_stream", "shards"), False),
+    "data.on_bad_file": ("files", "error"),
+}
 _MAX_CONFIG = 1 << 20  # bytes of config.yaml, which takes a microsecond a byte to read
 _TAIL_BYTES = 10_000  # bytes at the end of metrics.jsonl that usually hold the last value of every key
 _YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf's own takes a tenth of a second for a file
