@@ -43,6 +43,8 @@ def quote_text(overrides: Iterable[str]) -> list[str]:
 @cache  # Hydra's parser takes a millisecond for a word
 def _quote_word(override: str) -> str:
     key, _, value = override.partition("=")
+    if re.search(r"\d{1000}", value):  # Python refuses to read some of these, and nothing takes any of them
+        raise HydraException(f"{key} has a number of a thousand digits or more")
     if re.fullmatch(r"[\w./+=@%~ *?,()-]+", value):
         try:
             OverridesParser.create().parse_override(override)

@@ -148,6 +148,12 @@ def test_paths_begin_with_a_users_folder(monkeypatch):
         check_text("x", [])
 
 
+@pytest.mark.parametrize("word", ["seed=" + "9" * 5000, "optim.betas=[" + "1" * 5000 + ",1]", "name=" + "9" * 5000])
+def test_numbers_of_thousands_of_digits_are_one_sentence(monkeypatch, word):
+    status, said = call(monkeypatch, word)
+    assert status == 2 and said.startswith("error: ") and len(said.splitlines()) == 1 and len(said) < 300
+
+
 @pytest.mark.parametrize("word", ["model=[1]", "model=[]", "data=[stdlib]", "optim/rest=[1]", "probes=[1]"])
 def test_a_list_is_no_option_of_a_group(word):
     with pytest.raises(ValueError, match=re.escape(word)):
@@ -217,12 +223,12 @@ def test_every_key_of_every_option_ends_in_one_sentence(tmp_path, monkeypatch, p
             given = [*words, *places, *small] if key in groups else list(words_of_others)
             if key == "model":
                 given = [word for word in given if not word.startswith("model.")]
-            started = time.monotonic()
+            started = time.process_time()
             try:
                 status, said = call(monkeypatch, *given, f"{key}={value}")
             except _Reached:
                 continue
-            assert time.monotonic() - started < 10, (key, value)
+            assert time.process_time() - started < 10, (key, value)
             assert status == 2 and said.startswith("error: ") and len(said.splitlines()) == 1 and len(said) < 800, (
                 *(given, key, value),
                 said,

@@ -178,5 +178,5 @@ def test_what_is_no_source_is_said(corpus, source, tmp_path, what):
 
 
 def test_a_wrong_value_is_said(corpus, tmp_path):
-    with pytest.raises(ValueError, match="init_from=3 must be the folder of a run or of a checkpoint, or null"):
-        built(corpus, tmp_path, "init_from=3")
+    with pytest.raises(ValueError, match=r"init_from=0\.5 must be the folder of a run or of a checkpoint, or null"):
+        built(corpus, tmp_path, "init_from=0.5")
