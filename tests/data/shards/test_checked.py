@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from muown_train.data.shards import checked, dataset
+from muown_train.data.shards import checked, dataset, prepare
 from muown_train.data.shards.checked import Shard, compute_checksums, get_checksums_path
 from muown_train.data.shards.dataset import check_shards, shards
 from muown_train.data.shards.prepare import prepare_shards
@@ -111,6 +111,27 @@ def test_shards_without_checksums_are_read(folder):
         read_all(folder)
     with pytest.raises(ValueError, match=r"train_000002.bin holds id \d+ at place 350"):
         check_shards(folder)
+
+
+def test_a_preparation_that_an_earlier_version_began_goes_on(folder, monkeypatch):
+    settings = {"train": str(folder.parent / "a.jsonl"), "tokenizer": str(folder.parent / "words.json")}
+    finish = prepare._Shard.finish
+
+    def finish_as_before(shard):
+        if "000002" in shard._path.name:
+            raise KeyboardInterrupt
+        entry = finish(shard)
+        get_checksums_path(shard._path).unlink()
+        del entry["checksums"]
+        return entry
+
+    out = folder.parent / "begun"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare._Shard, "finish", finish_as_before)
+        prepare_shards(out, "files", settings, 1200, 300, 400)
+    prepare_shards(out, "files", settings, 1200, 300, 400)
+    assert "2 of them have no checksums" in check_shards(out)
+    assert (read_all(out) == read_all(folder)).all()
 
 
 def test_checksums_cover_all_ids_of_both_types(tmp_path):

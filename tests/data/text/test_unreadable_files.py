@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from muown_train.data import sources
+from muown_train.data.shards import prepare as preparation
+from muown_train.data.shards import reader
 from muown_train.data.shards.dataset import shards
 from muown_train.data.shards.prepare import prepare_shards
 from muown_train.data.text import documents
@@ -134,6 +136,24 @@ def test_prepared_shards_of_the_files_that_are_left(folder, tmp_path, capsys):
     prepare(folder, tmp_path / "good")
     for name in ("train_000001.bin", "valid_000000.bin", "train_000002.bin"):
         assert (tmp_path / "good" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def test_an_interrupted_preparation_goes_on_without_those_that_it_has_skipped(folder, tmp_path, monkeypatch):
+    prepare(folder, tmp_path / "whole", on_bad_file="skip")
+    finish = preparation._Shard.finish
+
+    def fail_at_the_third(shard):
+        if "000002" in shard._path.name:
+            raise KeyboardInterrupt
+        return finish(shard)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(preparation._Shard, "finish", fail_at_the_third)
+        prepare(folder, tmp_path / "out", on_bad_file="skip")
+    monkeypatch.setattr(reader, "find_unreadable", None)  # is not asked again
+    prepare(folder, tmp_path / "out", on_bad_file="skip")
+    for path in (tmp_path / "whole").glob("*.*"):
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 def test_evaluation_of_the_files_that_are_left(folder, tmp_path):
