@@ -190,6 +190,15 @@ def test_every_command_explains_itself(name, monkeypatch, capsys):
     assert status in (None, 0) and f"muown-train {name}" in capsys.readouterr().out.replace("COMMAND", name)
 
 
+def test_nothing_imports_the_module_that_python_runs():
+    """Python would warn that it runs a module twice."""
+    package = CONFIG_DIR.parent / "muown_train"
+    importing = [
+        path for path in package.rglob("*.py") if re.search(r"import.*__main__|__main__ import", path.read_text())
+    ]
+    assert not importing
+
+
 def test_the_exit_status_is_2_and_there_is_no_traceback():
     done = subprocess.run([*COMMAND, "optim.lrr=1"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
