@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import itertools
 import re
 import time
 from collections.abc import Iterator
@@ -201,8 +202,12 @@ def list_settings() -> Iterator[tuple[str, tuple[str, ...]]]:
                 yield key, words
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(8))
+PARTS = 16
+
+
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=pytest.mark.long if part else pytest.mark.slow) for part in range(PARTS)]
+)
 def test_every_key_of_every_option_ends_in_one_sentence(tmp_path, monkeypatch, part):
     def build_data(settings, run, trust=()):
         bind_target(settings, "data", ["run"], trust)
@@ -212,19 +217,17 @@ def test_every_key_of_every_option_ends_in_one_sentence(tmp_path, monkeypatch, p
     monkeypatch.setattr(build, "build_data", build_data)
     groups = list_options()
     small = [word for word in SMALL if not word.startswith(("model.", "data"))]
-    for key, words in list(list_settings())[part::8]:
-        for value in WRONG:
-            every = [*words, f"out={tmp_path}", f"cache={tmp_path}/cache", *small]
-            given = [word for word in every if key in groups or word.partition("=")[0] != key]
-            if key == "model":
-                given = [word for word in given if not word.startswith("model.")]
-            started = time.process_time()
-            try:
-                status, said = call(monkeypatch, *given, f"{key}={value}")
-            except _Reached:
-                continue
-            assert time.process_time() - started < 10, (key, value)
-            assert status == 2 and said.startswith("error: ") and len(said.splitlines()) == 1 and len(said) < 800, (
-                *(given, key, value),
-                said,
-            )
+    cases = list(itertools.product(list_settings(), WRONG))[part::PARTS]  # each part has every key
+    for (key, words), value in cases:
+        every = [*words, f"out={tmp_path}", f"cache={tmp_path}/cache", *small]
+        given = [word for word in every if key in groups or word.partition("=")[0] != key]
+        if key == "model":
+            given = [word for word in given if not word.startswith("model.")]
+        started = time.process_time()
+        try:
+            status, said = call(monkeypatch, *given, f"{key}={value}")
+        except _Reached:
+            continue
+        assert time.process_time() - started < 10, (key, value)
+        is_sentence = said.startswith("error: ") and len(said.splitlines()) == 1 and len(said) < 800
+        assert status == 2 and is_sentence, (*given, key, value, said)
