@@ -202,7 +202,7 @@ def list_settings() -> Iterator[tuple[str, tuple[str, ...]]]:
                 yield key, words
 
 
-PARTS = 16
+PARTS = 32
 
 
 @pytest.mark.parametrize(
