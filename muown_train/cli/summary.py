@@ -7,6 +7,7 @@ from typing import Any
 
 from muown_train.experiments.report.curves import plot_losses
 from muown_train.models.generate import generate
+from muown_train.runs.checkpoint_reader import print_warning
 from muown_train.runs.metrics import Line
 from muown_train.runs.status import Outcome
 from muown_train.runtime.formatting import escape_controls, format_duration, format_perplexity
@@ -65,7 +66,10 @@ def report_end(run: Run, outcome: Outcome, already: bool) -> None:
     for sink in run.trainer.sinks:
         sink.finish(summary | {"outcome": outcome.state, "reason": outcome.reason})
     unigram = run.data.unigram_loss
-    plot_losses(lines, run.folder / "loss.png", run.folder.name, unigram)
+    try:
+        plot_losses(lines, run.folder / "loss.png", run.folder.name, unigram)
+    except OSError as error:  # the run is saved, and its numbers are in metrics.jsonl
+        print_warning(f"the figure of the losses cannot be written: {error}")
     loss = f"validation loss {summary['valid/loss']:.4f}, perplexity {format_perplexity(summary['valid/perplexity'])}"
     if summary["valid/step"] < summary["step"]:
         loss += f" after step {summary['valid/step']:,}"

@@ -58,9 +58,10 @@ def fold_lines(text: str, columns: int) -> str:
 
 
 def _fold_line(line: str, columns: int) -> str:
-    """Fold a line below its last column that begins in the left half of the terminal."""
-    begins = [found.end() for found in _COLUMN.finditer(line) if found.end() <= columns // 2]
-    indent = " " * max(begins, default=0)
+    """Fold a line below the last of a few columns; a line of many columns goes on below the first, further in."""
+    begins = [found.end() for found in _COLUMN.finditer(line)]
+    is_list = len(begins) <= 3 and begins[-1] <= columns // 2
+    indent = " " * (begins[-1] if is_list else begins[0] + 4 * (len(begins) > 1))
     rules: dict[str, Any] = {
         "break_long_words": False,
         "break_on_hyphens": False,

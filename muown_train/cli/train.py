@@ -33,7 +33,7 @@ from muown_train.config.overrides import quote_text
 from muown_train.config.renamed_names import update_overrides
 from muown_train.config.run_name import locate_run_folder
 from muown_train.config.schema import RunConfig
-from muown_train.runs.status import RepeatedFailure, count_start, lock_folder
+from muown_train.runs.status import RepeatedFailure, count_start, forget_starts, lock_folder
 from muown_train.runtime.redaction import redact_tracebacks
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def train(config: RunConfig, overrides: Sequence[str]) -> float:
             ended_before = run.resume()
             outcome = ended_before or train_run(run)
             if world.is_main:
+                forget_starts(run.folder)
                 with ignore_stop_signals():
                     report_end(run, outcome, already=ended_before is not None)
         except OSError as error:  # settings are right: a file or a connection that worked until now does not

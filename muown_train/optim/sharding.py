@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from .combined import Combined
 from .core.base import Group
 from .core.layouts import LAYOUT_DEFAULTS, split_matrices
-from .core.loading import match_by_name
+from .core.loading import SHARE, match_by_name
 from .core.names import describe_parameter
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -43,7 +43,6 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 # An estimate: elementwise work moves about 7 times a parameter's bytes (W, the gradient and two moments), and in the
 # time of one byte a device does some 100 FLOP of bfloat16 products, fewer on CPUs, more on GPUs.
 FLOPS_PER_BYTE = 700
-SHARE = "share"  # the key in a state dict that marks the share of one rank
 ALIGNMENT = 128  # the starts of parameters are multiples of this many bytes, for vector units and GPU caches
 
 
@@ -265,18 +264,28 @@ class _Sharding:
         self.pending = []
 
     def select_own_state(self, part: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict without the state of parameters that other ranks own."""
+        """Return a state dict without the state of parameters that other ranks own.
+
+        Raises:
+            ValueError: if there is state, but for no parameter of this rank.
+        """
         state_dict = match_by_name(part.param_groups, state_dict)
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         own = {i for i, p in zip(ids, _iterate_parameters(part), strict=True) if self.owners[p] == self.rank}
-        return state_dict | {"state": {i: state for i, state in state_dict["state"].items() if i in own}}
+        state = {i: state for i, state in state_dict["state"].items() if i in own}
+        if own and state_dict["state"] and not state:
+            raise ValueError(
+                f"the saved state has none for the parameters that rank {self.rank} owns: save what gather_state_dict "
+                "returns, and load that on every rank"
+            )
+        return state_dict | {"state": state}
 
     def mark_share(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a state dict that says of which rank, of how many, it is the share."""
         return state_dict | {SHARE: [self.rank, dist.get_world_size(self.process_group)]}
 
-    def check_share(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Refuse the share of another rank, or of another number of ranks; the whole has no mark.
+    def check_share(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict without its mark; refuse the share of another rank, or of another number of ranks.
 
         Raises:
             ValueError: naming the share.
@@ -287,6 +296,7 @@ class _Sharding:
                 f"the saved state is the share of rank {share[0]} of {share[1]}, and this is rank {own[0]} of {own[1]}"
                 ": save what gather_state_dict returns, and load that on every rank"
             )
+        return {key: value for key, value in state_dict.items() if key != SHARE}
 
 
 @torch.no_grad()

@@ -253,11 +253,12 @@ class Checkpoints:
 
     def settle_or_warn(self) -> None:
         """Wait and settle, but only warn if the save failed, so that the caller can continue. A collective call."""
+        step = self._writer.index["step"] if self._writer else None
         try:
             self.settle(wait=True)
         except OSError as error:
             if self.world.is_main:
-                self.warn(f"the last checkpoint is lost: {error}")
+                self.warn(f"the checkpoint after step {step} is lost: {error}")
 
     def load(self, state: Mapping[str, Stateful], other: Path | None = None) -> int | None:
         """Load the newest undamaged checkpoint into `state`; return its step, or None if there is none.

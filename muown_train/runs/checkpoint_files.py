@@ -338,6 +338,8 @@ def find_fault(checkpoint: Path) -> str | None:
         raise OtherFormatError(f"{checkpoint / INDEX}: {error}") from None
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
+    except NotADirectoryError:
+        return "it is a file"
     except ValueError as error:
         return f"{INDEX} cannot be used: {error}"
 

@@ -130,7 +130,8 @@ def _is_same(path: Path, stat: os.stat_result) -> bool:
 
 
 def count_start(folder: Path, give_up_after: int) -> None:
-    """Record that a run starts, on the main rank alone. A start after a planned end does not count as a failure.
+    """Record that a run starts, on the main rank alone. A start that ends as it should is to be followed by
+    `forget_starts`, so that those on record have failed.
 
     Args:
         give_up_after: the number of starts in a row, of the same SLURM job or of none, that may fail at the same step.
@@ -141,25 +142,26 @@ def count_start(folder: Path, give_up_after: int) -> None:
     """
     path, job = folder / "starts.jsonl", os.environ.get("SLURM_JOB_ID")
     starts = _read_starts(path)
-    status = read_status(folder)
-    planned = status.get("state") in ("stopped", "finished", "diverged")
     failed_at = None
-    ended = planned and bool(starts) and status.get("time", 0) >= starts[-1]["time"]
-    if starts and starts[-1]["job"] == job and not ended:
+    if starts and starts[-1]["job"] == job:
         lines = Metrics(folder).read()
         failed_at = lines[-1]["step"] if lines else 0
     starts.append({"job": job, "failed_at": failed_at, "time": time.time()})
     last = starts[-give_up_after:]
     same = all(start["job"] == job and start["failed_at"] == failed_at for start in last)
-    given_up = failed_at is not None and same and len(last) == give_up_after
-    if given_up:
-        starts[-1]["failed_at"] = None  # whoever starts it again has looked at the cause
-    write_atomic(path, "".join(json.dumps(start) + "\n" for start in starts).encode())
-    if given_up:
+    if failed_at is not None and same and len(last) == give_up_after:
+        forget_starts(folder)  # whoever starts it again has looked at the cause
         raise RepeatedFailure(
             f"{folder}: {give_up_after} starts in a row failed after step {failed_at}; look at the log, "
             "mend the cause, and start the run again"
         )
+    write_atomic(path, "".join(json.dumps(start) + "\n" for start in starts).encode())
+
+
+def forget_starts(folder: Path) -> None:
+    """Remove the record of starts, because the last one has ended as it should or somebody is to look at the cause."""
+    with suppress(OSError):  # then the next start counts too early, and no more
+        (folder / "starts.jsonl").unlink(missing_ok=True)
 
 
 def _read_starts(path: Path) -> list[dict[str, Any]]:

@@ -342,8 +342,8 @@ class Trainer:
             wait: whether to return only when the checkpoint is on the disk.
 
         Raises:
-            OSError: on every rank; also where metrics.jsonl lacks lines, which a run that resumes from here would
-                never write.
+            OSError: on every rank; with `stop_if_unsaved` also where metrics.jsonl lacks lines, which a run that
+                resumes from here would never write.
         """
         with self.activity("saving"):
             self.world.run_on_main(self.sync_metrics)
@@ -353,7 +353,7 @@ class Trainer:
         """Bring metrics.jsonl to the disk, since no checkpoint may outlast it; on the main rank."""
         if self.metrics:
             self.metrics.sync()
-        if self.unwritten:
+        if self.unwritten and self.settings.stop_if_unsaved:
             raise OSError(self.unwritten)
 
     def rewind_metrics(self, step: int) -> None:

@@ -13,6 +13,8 @@ def test_the_rest_of_a_line_stands_below_its_last_column():
     assert fold_lines("model=     tiny    1.6M parameters: it trains in a minute", 40) == (
         "model=     tiny    1.6M parameters: it\n                   trains in a minute"
     )
+    table = "  matrix  4 tensors  196 parameters  Muown  lr 0.004  weight decay 0"
+    assert fold_lines(table, 40) == "  matrix  4 tensors  196 parameters\n      Muown  lr 0.004  weight decay 0"
     assert fold_lines("error: the file is not there", 20) == "error: the file is\nnot there"
     assert fold_lines("  4 tensors: they belong to Muown", 20) == "  4 tensors: they\n  belong to Muown"
 

@@ -154,6 +154,7 @@ def test_the_union_loads_into_an_unsharded_optimizer(compared, name):
     loaded, whole = CASES[name](), CASES[name]()
     for p, value in zip(parameters(loaded), compared[0][name][4], strict=True):
         p.data.copy_(value)
+    del union["share"]
     loaded.load_state_dict(union)
     schedule = torch.optim.lr_scheduler.ExponentialLR(whole, 0.9)
     for step in range(STEPS):
@@ -255,7 +256,12 @@ def _gather(world):
         assert [whole is not None for whole in gathered] == [rank == world.rank for rank in range(world.size)]
         share = world.gather(sharded.state_dict())[0]
         refused = message(lambda: sharded.load_state_dict(share)) if world.rank else None  # noqa: B023
-        found[name] = gathered[world.rank], replica.state_dict(), refused
+        del share["share"]
+        unmarked = message(lambda: sharded.load_state_dict(share)) if world.rank else None  # noqa: B023
+        sharded.load_state_dict(sharded.state_dict())
+        ours = name != "adamw fused"  # torch's own optimizers take what they are given
+        alone = message(lambda: replica.load_state_dict(sharded.state_dict())) if ours else None  # noqa: B023
+        found[name] = gathered[world.rank], replica.state_dict(), refused, unmarked, alone
     found["sgd"] = message(lambda: gather_state_dict(torch.optim.SGD(everything(torch.float32), lr=0.1)))
     return found
 
@@ -320,7 +326,7 @@ def test_a_full_state_dict_loads_into_a_sharded_optimizer(several):
 def test_gathered_on_one_rank_it_is_the_state_dict_of_the_replica(several):
     for rank in several:
         assert "not sharded" in rank[6].pop("sgd")
-        for whole, expected, _ in rank[6].values():
+        for whole, expected, *_ in rank[6].values():
             assert (
                 whole["param_groups"] == expected["param_groups"] and whole["state"].keys() == expected["state"].keys()
             )
@@ -329,8 +335,11 @@ def test_gathered_on_one_rank_it_is_the_state_dict_of_the_replica(several):
 
 
 def test_the_share_of_one_rank_is_not_loaded_as_the_whole(several):
-    for _, _, refused in several[1][6].values():
+    for _, _, refused, unmarked, alone in several[1][6].values():
         assert "is the share of rank 0 of 2, and this is rank 1 of 2" in refused and "gather_state_dict" in refused
+        assert "has none for the parameters that rank 1 owns" in unmarked
+        if alone:
+            assert "is the share of rank 1 of 2, and this optimizer is not sharded" in alone
 
 
 def test_closures(several):

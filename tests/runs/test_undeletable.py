@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from muown_train.cli import summary
 from muown_train.data import cache
 from muown_train.runs.checkpoint import Checkpoints
+from muown_train.runs.status import Outcome
 from muown_train.runtime.atomic_files import atomic_folder, clear_path, write_atomic
 from tests.helpers.runs import HERE, built, trained
 
@@ -94,6 +96,25 @@ def test_a_damaged_checkpoint_that_cannot_be_moved_is_passed_over(tmp_path, monk
         checkpoints.save(2, {"number": Number(5)}, wait=True)
     checkpoints.save(3, {"number": Number(3)}, wait=True)
     assert checkpoints.load({"number": number}) == 3
+
+
+def test_a_file_with_the_name_of_a_checkpoint_is_set_aside(corpus, tmp_path):
+    folder = trained(corpus, tmp_path).folder / "checkpoints"
+    (folder / "step-00000050").write_text("x")
+    assert trained(corpus, tmp_path, "tokens=5120").trainer.step == 20
+    assert (folder / "damaged-step-00000050").is_file() and (folder / "step-00000020").is_dir()
+
+
+def test_a_figure_that_cannot_be_replaced_is_a_warning(corpus, tmp_path, monkeypatch, capsys):
+    run = trained(corpus, tmp_path)
+
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted", "loss.png")
+
+    monkeypatch.setattr(summary, "plot_losses", refuse)
+    summary.report_end(run, Outcome("finished"), already=True)
+    said = capsys.readouterr()
+    assert "warning: the figure of the losses cannot be written: " in said.err and "validation loss" in said.out
 
 
 def test_a_run_trains_beside_leftovers(corpus, tmp_path):

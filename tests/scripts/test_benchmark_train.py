@@ -38,7 +38,7 @@ def test_it_compares_configurations_with_a_plain_loop():
         (["optim.lrr=3"], "error: there is no key optim.lrr (did you mean optim.lr?)"),
         (["", "model.heads=3"], "error: model.dim=256 does not split into model.heads=3"),
         (["data=stdlib"], "data=stdlib has no effect here"),
-        (["--threads", "0"], "--threads 0 must be 1 or more"),
+        (["--threads", "0"], "--threads: 0 must be a whole number from 1 to 1024"),
         (["model.dim='"], "No closing quotation"),
     ],
 )

@@ -13,8 +13,10 @@ import gzip
 import io
 import json
 import lzma
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
@@ -58,20 +60,23 @@ def expand_globs(
     if not patterns:
         raise ValueError(f"{key} is not set: give the files as a glob, such as {key}='texts/**/*.txt'")
     paths: set[Path] = set()
+    links: list[str] = []  # those that lead to nothing, or to a folder that is read already
     for pattern in patterns if isinstance(patterns, list | tuple) else [patterns]:
         if not isinstance(pattern, str) or not pattern:
             raise ValueError(f"{key} must be a glob or a list of globs, but holds {pattern!r}")
         full = str(Path(pattern).expanduser())
         if Path(full).is_dir():
-            files = [path for path in Path(full).rglob("*") if path.is_file() and _find_kind(path)]
+            matches = [path for path in _expand(f"{glob.escape(full)}/**/*", links) if _find_kind(Path(path))]
+            files = [path for path in map(Path, matches) if path.is_file()]
             if not files:
                 raise ValueError(f"{key}: the folder {pattern!r} has no file of a known kind: {', '.join(KINDS)}")
         else:
-            matches = [full] if Path(full).is_file() else glob.glob(full, recursive=True)
+            matches = [full] if Path(full).is_file() else [*_expand(full, links)]
             files = [path for path in map(Path, matches) if path.is_file()]
             if not files:
                 raise ValueError(f"{key}: no file matches {pattern!r}")
         paths.update(files)
+        links += [path for path in matches if not os.path.exists(path)]
     unknown = [path for path in sorted(paths) if not _find_kind(path)]
     if unknown and not any_kind:
         raise UnreadableFile(f"{_describe_unknown_kind(unknown)}; data.on_bad_file=skip leaves such files out")
@@ -81,7 +86,40 @@ def expand_globs(
     chosen = sorted(min(same, key=_rank_path) for same in files_by_identity.values())
     if left_out := len(paths) - len(chosen):
         notify(f"{key}: {left_out} paths are left out, since they lead to files that other paths lead to already")
+    if links:
+        names = ", ".join(links[:3]) + f" and {len(links) - 3} more" * (len(links) > 3)
+        notify(f"{key}: links that lead to nothing or to a folder read already are left out: {names}")
     return chosen
+
+
+def _expand(pattern: str, links: list[str]) -> Iterator[str]:
+    """Yield the paths that a glob matches, as glob.glob does, but enter each folder once, whatever leads to it.
+
+    Links are followed after everything else. Two links to a folder above them would have no end.
+
+    Args:
+        links: takes the links that are not followed, since the folder that they lead to has been entered before.
+    """
+    if pattern == "**" or pattern.endswith("/**"):
+        pattern += "/*"
+    above, recursive, below = pattern.partition("**/")
+    if not recursive or above[-1:] not in ("", "/"):
+        yield from glob.glob(pattern)
+        return
+    folders = [folder for folder in glob.glob(above) if os.path.isdir(folder)] if above else [""]
+    entered: set[object] = set()
+    while folders:
+        folder = folders.pop(0)
+        if (identity := identify_file(Path(folder))) in entered:
+            links.append(folder)
+            continue
+        entered.add(identity)
+        yield from _expand(os.path.join(glob.escape(folder), below), links)
+        with suppress(OSError):  # glob leaves out what it cannot read
+            inner = [entry for entry in os.scandir(folder or ".") if entry.is_dir() and not entry.name.startswith(".")]
+            plain = sorted(os.path.join(folder, entry.name) for entry in inner if not entry.is_symlink())
+            linked = sorted(os.path.join(folder, entry.name) for entry in inner if entry.is_symlink())
+            folders = [*plain, *folders, *linked]
 
 
 def identify_file(path: Path) -> tuple[int, int] | str:
@@ -166,7 +204,7 @@ def _read_file(path: Path, text: str, label: str | None) -> Iterator[tuple[str, 
     except ValueError as error:
         raise UnreadableFile(str(error)) from error
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         if "too much memory" in reason:  # the window of zstd --long
             reason += f"; unpack it first: zstd -d --long=31 {path}"
         # what a format's library finds has no number of the system
@@ -225,10 +263,15 @@ def _read_jsonl(path: Path, text: str, label: str | None) -> Iterator[LabelledDo
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{path} is not UTF-8 text: {error.reason} at byte {error.start} of line {number}"
+                ) from error
             except (ValueError, RecursionError) as error:  # a number of too many digits is a plain ValueError
                 hint = ": the file must have an object in each line, not one array" if line.lstrip()[:1] == b"[" else ""
-                raise ValueError(f"{path} line {number} is not JSON{hint}: {error}") from error
+                where = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else error
+                raise ValueError(f"{path} line {number} is not JSON{hint}: {where}") from error
             if not isinstance(record, dict):
                 raise ValueError(f"{path} line {number} is a {type(record).__name__}, not a JSON object")
             if text not in record:

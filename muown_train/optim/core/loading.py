@@ -7,6 +7,7 @@ from typing import Any
 
 from .names import canonical_name
 
+SHARE = "share"  # the key by which a state dict says of which rank, of how many, it is the share
 Group = dict[str, Any]
 StateDict = dict[str, Any]
 
@@ -25,9 +26,15 @@ def match_by_name(own: list[Group], state_dict: StateDict) -> StateDict:
     `canonical_name`): the saved groups may be in another order, or divided otherwise. Else the order decides.
 
     Raises:
-        ValueError: if a parameter has no partner, if a group takes parameters of saved groups whose options differ, or,
-            where the order decides, if the groups differ in size.
+        ValueError: if it is the share of a rank alone, if a parameter has no partner, if a group takes parameters of
+            saved groups whose options differ, or, where the order decides, if the groups differ in size.
     """
+    if SHARE in state_dict:
+        rank, size = state_dict[SHARE]
+        raise ValueError(
+            f"the saved state is the share of rank {rank} of {size}, and this optimizer is not sharded: load what "
+            "gather_state_dict returns, or call shard() first and load the share on that rank"
+        )
     saved = state_dict["param_groups"]
     names, saved_names = (list(chain.from_iterable(map(_list_names, groups))) for groups in (own, saved))
     saved_ids = list(chain.from_iterable(group["params"] for group in saved))

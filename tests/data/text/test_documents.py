@@ -77,7 +77,7 @@ def test_lone_surrogates_become_replacement_characters(tmp_path):
             r"line 1 has no key 'text' \(data.text\), only body, url",
         ),
         ("a.jsonl", b'{"text": 5}\n', "line 1: 'text' is a int, not text"),
-        ("a.jsonl", b'\n{"text": "\xff"}\n', "line 2 is not JSON"),
+        ("a.jsonl", b'\n{"text": "\xff"}\n', "is not UTF-8 text: invalid start byte at byte 10 of line 2"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "b", "id": ' + b"1" * 5000 + b"}\n", "line 2 is not JSON: .*4300"),
         ("a.jsonl.gz", b"not gzip", "cannot read .*a.jsonl.gz"),
         ("a.jsonl.gz", b"", "cannot read .*a.jsonl.gz: it is empty, where a .gz file has"),
@@ -281,3 +281,24 @@ def test_a_window_that_is_too_long_for_memory(tmp_path):
         stream.write(lines(["a"]))
     with pytest.raises(ValueError, match=rf"unpack it first: zstd -d --long=31 {path}"):
         list(read_documents([path]))
+
+
+@pytest.mark.parametrize("pattern", ["", "**/*.txt", "**", "**/**/*.txt", "*", "in*/**/*.txt"])
+def test_links_to_folders_are_followed_once_and_end(tmp_path, monkeypatch, pattern):
+    """Two links to a folder above them would have no end; a link to a folder elsewhere is followed."""
+    root, other = tmp_path / "root", tmp_path / "other"
+    for folder in (root / "inner" / "deep", other):
+        folder.mkdir(parents=True)
+    for path in (root / "a.txt", root / "inner" / "b.txt", root / "inner" / "deep" / "c.txt", other / "d.txt"):
+        path.write_text(path.name)
+    for name, goal in (("self", "."), ("me", "."), ("inner/up", ".."), ("inner/out", other), ("inner/dead.txt", "no")):
+        (root / name).symlink_to(goal)
+    said: list[str] = []
+    monkeypatch.chdir(root)
+    found = {
+        where: [path.name for path in expand_globs(os.path.join(where, pattern) or ".", notify=said.append)]
+        for where in (str(root), "")
+    }
+    names = {"*": ["a.txt"]}.get(pattern, ["a.txt", "b.txt", "c.txt", "d.txt"])
+    assert [sorted(each) for each in found.values()] == [names, names]
+    assert any("links that lead to nothing or" in line for line in said) == (pattern != "*")

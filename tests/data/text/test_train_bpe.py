@@ -70,6 +70,7 @@ def test_another_end_of_text_is_trained_too():
 
 def run_command(monkeypatch, *words):
     monkeypatch.setattr(prepare.signal, "signal", lambda number, handler: None)  # Ctrl-C is the test runner's here
+    monkeypatch.setattr("sys.argv", ["muown-train tokenizer", *words])  # errors are explained by the words there
     prepare.main_tokenizer(words)
 
 
