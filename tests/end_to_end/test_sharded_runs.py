@@ -57,6 +57,7 @@ def test_sharded_training_is_replicated_training(runs):
         assert whole == whole_too == share + share_too and 0 < share < whole
 
 
+@pytest.mark.slow
 def test_the_union_of_what_ranks_wrote_is_all_the_state(runs):
     out, _ = runs
     for optim in OPTIMS:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.helpers.paths import ROOT
-from tests.helpers.runs import slow_but
 
 SCRIPT = ROOT / "scripts" / "check_gpu.py"
 WRONG = [
@@ -59,7 +58,8 @@ def test_without_a_gpu_every_part_is_skipped_with_a_sentence():
     assert [line.split(": skipped, since ")[0] for line in done.stdout.splitlines()] == PARTS
 
 
-@pytest.mark.parametrize("words, sentence", slow_but(WRONG[:1], WRONG, several=True))
+@pytest.mark.slow
+@pytest.mark.parametrize("words, sentence", WRONG)
 def test_what_is_wrong_is_said_in_a_sentence(words, sentence):
     done = check(*words)
     assert done.returncode == 2 and sentence in done.stderr and done.stderr.count("\n") == 1

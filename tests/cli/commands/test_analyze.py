@@ -75,6 +75,7 @@ def test_results_go_to_the_run_and_are_not_made_twice(corpus, tmp_path, analyze)
     assert (run.folder / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_noise_is_shown_by_matrix_and_quartile(run, analyze, tmp_path):
     said = analyze("gradient_noise", run.folder, "--batches", 2, "--out", tmp_path)
     assert "Muon / Muown" in said and "upper quartile" in said

@@ -8,7 +8,6 @@ import torch
 from muown_train.optim import Muon, Muown
 from muown_train.optim.core import matrix
 from muown_train.runtime.benchmark import measure_peak_memory
-from tests.helpers.runs import slow_but
 
 BOTH = pytest.mark.parametrize("kind", [Muon, Muown])
 
@@ -218,7 +217,8 @@ def test_choices_are_listed():
         Muown([parameter(2, 3)], orthogonalizer="qr")
 
 
-@pytest.mark.parametrize("kind", slow_but([Muown], [Muon, Muown]))
+@BOTH
+@pytest.mark.slow
 def test_the_extra_memory_of_a_step_does_not_grow_with_the_number_of_matrices(kind, monkeypatch):
     monkeypatch.setitem(matrix.MAX_BATCH_ELEMENTS, "cpu", 4 * 64 * 64)
     few, many = (kind([parameter(64, 64, dtype=torch.float32) for _ in range(k)], ns_dtype="float32") for k in (4, 32))
