@@ -167,14 +167,15 @@ def _run_hydra(words: Sequence[str]) -> None:
     """Let Hydra act on its flags: several jobs, the composed configuration, shell completion."""
     register_resolvers()
     with report_errors([]):
-        check_choices(check_flags(words))
+        settings = check_flags(words)
+        check_choices(settings)
     if {"-sc", "--shell-completion"} & set(words):
         sys.argv[0] = "muown-train"  # the name that shells complete; Hydra's functions cannot for `python -m`
     sys.argv[1:] = [word if word.startswith("-") else quote_text(update_overrides([word]))[0] for word in words]
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # lets errors in the overrides reach `report_errors`
     try:
-        with report_errors():
+        with report_errors(settings):
             _train_job()
     finally:
         if before is None:
@@ -188,6 +189,6 @@ def _train_job(composed: DictConfig) -> float:
     overrides = list_words(hydra_config)
     if hydra_config.mode == RunMode.MULTIRUN:  # cli/sweep.py says what failed
         return train(check_config(composed, hydra_config.runtime.choices, overrides), overrides)
-    # Hydra reports errors that leave this function in its own words, but lets an exit pass
-    with redact_tracebacks(), report_errors():
+    # Hydra reports errors that leave this function in its own words, but lets an exit pass. The words could be composed.
+    with redact_tracebacks(), report_errors([]):
         return train(check_config(composed, hydra_config.runtime.choices, overrides), overrides)

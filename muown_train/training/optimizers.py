@@ -43,7 +43,7 @@ def build_optimizer(optim: _Settings, model: nn.Module, trust: Sequence[str] = (
     """
     settings = dict(optim)
     rest, patterns = settings.pop("rest", None), settings.pop("patterns", None)
-    row_blocks = check_bool("optim.row_blocks", settings.pop("row_blocks"))
+    row_blocks = check_bool("optim.row_blocks", settings.pop("row_blocks", True))
     if not isinstance(rest, Mapping):
         raise ValueError(f"optim.rest={rest!r} must be the settings of an optimizer")
     rest = dict(rest)

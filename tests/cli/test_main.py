@@ -374,3 +374,11 @@ def test_a_model_of_the_paper_brings_its_setting_unless_told_otherwise(model):
         assert data == (expected[2:] or ("sample-100BT", "EleutherAI/gpt-neox-20b"))
     other = configured(f"model={model}", "data=stdlib", "tokens=1e6", "seq_len=512")
     assert "path" not in other.data and other.tokens == 1e6 and other.model.seq_len == 512
+
+
+def test_an_own_optimizer_that_cannot_be_imported_is_said_so(tmp_path, monkeypatch):
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "mine.yaml").write_text("defaults:\n  - rest: adamw\n\n_target_: no_such_module.Opt\nlr: 1\n")
+    words = ("--config-dir", str(tmp_path), "optim=mine", "trust=[no_such_module.Opt]", f"out={tmp_path}/runs")
+    status, said = call(monkeypatch, *words)
+    assert status == 2 and "optim._target_=no_such_module.Opt cannot be imported: No module named" in said, said
