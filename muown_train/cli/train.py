@@ -189,6 +189,6 @@ def _train_job(composed: DictConfig) -> float:
     overrides = list_words(hydra_config)
     if hydra_config.mode == RunMode.MULTIRUN:  # cli/sweep.py says what failed
         return train(check_config(composed, hydra_config.runtime.choices, overrides), overrides)
-    # Hydra reports errors that leave this function in its own words, but lets an exit pass. The words could be composed.
+    # Hydra reports errors that leave this function in its own words, but lets an exit pass. No word is at fault now.
     with redact_tracebacks(), report_errors([]):
         return train(check_config(composed, hydra_config.runtime.choices, overrides), overrides)
