@@ -133,7 +133,8 @@ class GradientNoise:
             with safe_open(self.mean_file, "pt") as file:
                 metadata = file.metadata() or {}
                 done = int(metadata["done"]) if metadata.get("key") == self.key else 0
-                shapes = [file.get_slice(name).get_shape() == list(p.shape) for p, name in self.names.items() if done]
+                parameters = {matrix.parameter for matrix in self.context.matrices} if done else ()
+                shapes = [file.get_slice(self.names[p]).get_shape() == list(p.shape) for p in parameters]
         except (FileNotFoundError, ValueError, KeyError, SafetensorError):  # there is none, or it is damaged
             return 0
         return done if 0 <= done <= self.batches and all(shapes) else 0
