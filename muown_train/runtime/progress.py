@@ -22,6 +22,10 @@ def print_line(message: str) -> None:
     print(escape_controls(message), file=sys.stderr, flush=True)
 
 
+def discard_line(message: str) -> None:
+    """Print nothing, in place of `print_line`, where another rank says the same; workers take it along."""
+
+
 class Activity:
     """The name of what a process is doing besides its main work, for whoever shows it.
 

@@ -33,6 +33,7 @@ from muown_train.runs.status import lock_folder
 from muown_train.runtime import hardware
 from muown_train.runtime.distributed import World
 from muown_train.runtime.formatting import format_gib
+from muown_train.runtime.progress import discard_line
 from muown_train.runtime.redaction import redact_tree
 from muown_train.runtime.stop_signal import StopSignal
 from muown_train.training.continuation import Source
@@ -80,7 +81,7 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
 
     run_info = RunInfo(config.seq_len, config.seed, config.valid_tokens, locate_cache(config.cache), model.vocab_size)
     if not world.is_main:  # what is said of the data is said once
-        run_info = replace(run_info, progress=lambda line: None)
+        run_info = replace(run_info, progress=discard_line)
     data = build_data(config.data, run_info, config.trust)
     if source:
         check_same_data(source.folder, {"data": source.data}, data.metadata)
