@@ -166,7 +166,7 @@ def test_a_failed_earlier_save_does_not_stand_in_the_way(tmp_path, monkeypatch, 
         assert names(tmp_path) == ["step-00000001", "step-00000003"]
     else:
         assert checkpoints.load({"x": Box({})}) == 1
-    assert len(said) == 1 and "the last checkpoint is lost: cannot write" in said[0]
+    assert len(said) == 1 and "the checkpoint after step 2 is lost: cannot write" in said[0]
 
 
 def test_a_full_disk(tmp_path):
