@@ -272,11 +272,7 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=parse_count(most=1024), help="number of threads (default all cores)")
     arguments = parser.parse_args()
-    if arguments.rounds < 0:
-        parser.error(f"--rounds {arguments.rounds} must be 0 or more")
     if arguments.threads is not None:
-        if arguments.threads < 1:
-            parser.error(f"--threads {arguments.threads} must be 1 or more")
         torch.set_num_threads(arguments.threads)
     with join_world() as world:
         if world.size > 1 and arguments.against:
