@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from muown_train.cli import summary
 from muown_train.cli.train import train
 from muown_train.config.compose import load_config
 from muown_train.runs.status import Outcome, RepeatedFailure, count_start, forget_starts, lock_folder, read_status
@@ -131,6 +132,22 @@ def test_a_stop_ends_a_probe_and_the_resume_owes_it(corpus, tmp_path, probe):
     resumed = trained(corpus, tmp_path, f"probes={probe}", "probe_every=6", "eval_every=12")
     assert [line["step"] for line in metrics(resumed.folder) if "probe/seconds" in line] == [0, 6, 12]
     assert [line["step"] for line in metrics(resumed.folder)] == list(range(13))
+
+
+def test_a_stop_ends_the_sample_of_a_run_that_has_ended(corpus, tmp_path, monkeypatch, capsys):
+    run = trained(corpus, tmp_path, "tokens=256", "sample_tokens=5")
+    monkeypatch.setattr(summary, "plot_losses", lambda *_: None)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        monkeypatch.setattr(summary, "generate_sample", lambda run, number=number: signal.raise_signal(number))
+        capsys.readouterr()
+        before = signal.signal(number, lambda *_: pytest.fail("the sample goes on"))
+        try:
+            summary.report_end(run, Outcome("finished"), already=False)
+        finally:
+            signal.signal(number, before)
+        said = capsys.readouterr()
+        assert said.err == f"no sample: {number.name}\n" and "--- sample" not in said.out
+        assert f"{run.folder}: " in said.out  # the summary goes on after it
 
 
 def stopped_in_an_evaluation(world, corpus, out):
