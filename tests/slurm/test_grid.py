@@ -70,3 +70,18 @@ def test_nothing_is_submitted_where_a_setting_is_wrong(tmp_path, words, parts):
     assert done.returncode == 2 and not (tmp_path / "submitted").exists()
     assert done.stderr.startswith("error: ") and done.stderr.endswith("; nothing is submitted\n"), done.stderr
     assert all(part in done.stderr for part in parts) and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_a_requeued_job_takes_another_port():
+    script = (ROOT / "slurm" / "train.sbatch").read_text()
+    (line,) = (line for line in script.splitlines() if line.startswith("PORT="))
+
+    def choose_port(**variables):
+        done = subprocess.run(["bash", "-euc", f"{line}\necho $PORT"], env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    ports = [choose_port(SLURM_JOB_ID="123456", SLURM_RESTART_COUNT=str(start)) for start in range(4)]
+    assert len(set(ports)) == 4 and all(1024 < port < 65536 for port in ports)
+    assert choose_port(SLURM_JOB_ID="123456") == ports[0] != choose_port(SLURM_JOB_ID="123457")
+    assert choose_port(SLURM_JOB_ID="123456", SLURM_RESTART_COUNT="1", PORT="29500") == 29500
