@@ -23,7 +23,8 @@ from muown_train.cli.errors import CommandParser, parse_count, report_errors
 from muown_train.cli.process import run_script
 from muown_train.config.compose import load_config
 from muown_train.models.language_model import build_model
-from muown_train.runs.checkpoint import Checkpoints, ModelState, OptimizerState, Stateful
+from muown_train.runs.checkpoint import Checkpoints
+from muown_train.runs.state import ModelState, OptimizerState, Stateful
 from muown_train.runtime.benchmark import parse_device, time_call
 from muown_train.runtime.distributed import World
 from muown_train.training.optimizers import build_optimizer

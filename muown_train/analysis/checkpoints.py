@@ -12,10 +12,10 @@ from muown_train.analysis.context import Magnitudes, ProbeContext
 from muown_train.analysis.scoring import rebuild_data
 from muown_train.data.rows import RowSource
 from muown_train.runs import checkpoint_files as files
-from muown_train.runs.checkpoint import unflatten
 from muown_train.runs.checkpoint_reader import OpenCheckpoint, list_steps
 from muown_train.runs.metrics import encode_line, read_metrics
 from muown_train.runs.saved_run import SavedRun, open_run
+from muown_train.runs.state import unflatten
 from muown_train.runtime import hardware
 from muown_train.runtime.atomic_files import write_atomic
 from muown_train.runtime.distributed import World

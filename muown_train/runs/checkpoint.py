@@ -1,8 +1,9 @@
 """The checkpoints of a run: complete or absent, tensors in safetensors and the rest in JSON, for any number of ranks.
 
 A checkpoint is the union of what the ranks hold under names such as `model/blocks.0.mlp.out.weight` or
-`optimizer/blocks.0.mlp.out.weight/momentum_buffer`. If several ranks hold a value, the first of them writes it.
-Training pauses only for a copy to host memory; a thread of each rank writes the rank's part while training goes on.
+`optimizer/blocks.0.mlp.out.weight/momentum_buffer`. If several ranks hold a tensor, as all hold every weight, one of
+them writes it, such that all have about as many bytes to write. Training pauses only for a copy to host memory; a
+thread of each rank writes the rank's part while training goes on.
 
 A checkpoint is written beside its final place, fsynced and renamed. If the files of a checkpoint do not match its
 index, the trainer names it, sets it aside as `damaged-…`, never deletes it, and uses the one before it. Nothing is
@@ -18,125 +19,40 @@ import json
 import math
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from muown_train.optim.param_groups import canonical_name
 from muown_train.runs import checkpoint_files as files
 from muown_train.runs.checkpoint_reader import OpenCheckpoint, open_files
+from muown_train.runs.state import Stateful, flatten, unflatten
 from muown_train.runtime.distributed import World
 
-State = dict[str, Any]  # nested; keys are strings without "/", leaves tensors or JSON
 
+def assign_writers(held: Sequence[Mapping[str, int | None]]) -> dict[str, int]:
+    """Return the rank that writes each value of a checkpoint: one of those that hold it.
 
-class Stateful(Protocol):
-    """An object whose state can be saved. Its state_dict() is local, without collectives."""
+    What is no tensor is written by the first rank that holds it. A tensor goes to the one of its holders that has the
+    fewest bytes to write, the largest tensors first; what only one rank holds is counted before.
 
-    def state_dict(self) -> State: ...
-
-    def load_state_dict(self, state: State, /) -> Any: ...
-
-
-def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Turn {"a": {"b": 1}} into {"a/b": 1}. An empty dictionary is a leaf."""
-    flat: dict[str, Any] = {}
-    for key, value in state.items():
-        assert isinstance(key, str) and "/" not in key, f"a checkpoint cannot have the key {key!r}"
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}/")
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
-def unflatten(flat: Mapping[str, Any]) -> State:
-    """Invert `flatten`, also for a union in which some ranks have an empty dictionary where others have content."""
-    state: State = {}
-    for path, value in flat.items():
-        *parents, key = path.split("/")
-        node = state
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        if isinstance(value, Mapping):  # an empty one, as `flatten` leaves no other
-            node.setdefault(key, {})
-        else:
-            node[key] = value
-    return state
-
-
-class ModelState:
-    """The weights of a model by canonical name, each parameter once."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = {canonical_name(name): p for name, p in model.named_parameters()}
-
-    def state_dict(self) -> State:
-        return {name: p.detach() for name, p in self.parameters.items()}
-
-    def check(self, state: State) -> None:
-        """Refuse weights of another model.
-
-        Raises:
-            ValueError: a weight differs in name or shape.
-        """
-        _check_names("parameters", state, self.parameters)
-        for name, p in self.parameters.items():
-            if state[name].shape != p.shape:
-                raise ValueError(
-                    f"{name} has shape {tuple(state[name].shape)} in the checkpoint, {tuple(p.shape)} in the model"
-                )
-
-    def load_state_dict(self, state: State, /) -> None:
-        self.check(state)
-        for name, p in self.parameters.items():
-            p.data.copy_(state[name])
-
-
-class OptimizerState:
-    """Optimizer state by canonical parameter name. Hyper-parameters come from the configuration, not the checkpoint.
-
-    For a sharded optimizer `state_dict` returns what this rank owns; `load_state_dict` takes the union of all ranks and
-    keeps this rank's part.
+    Args:
+        held: for each rank the bytes of each tensor that it holds, and None for what is no tensor.
     """
-
-    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
-        self.optimizer = optimizer
-        self.names: dict[Tensor, str] = {p: canonical_name(name) for name, p in model.named_parameters()}
-
-    def _list_names(self) -> list[str]:
-        """Return the names of the parameters in the optimizer's order."""
-        return [self.names[p] for group in self.optimizer.param_groups for p in group["params"]]
-
-    def state_dict(self) -> State:
-        return {self.names[p]: dict(state) for p, state in self.optimizer.state.items()}
-
-    def load_state_dict(self, state: State, /) -> None:
-        names = self._list_names()
-        unknown = sorted(set(state) - set(names))
-        if unknown:
-            raise ValueError(f"the checkpoint has optimizer state for {unknown[0]}, which the model does not have")
-        for part in getattr(self.optimizer, "optimizers", [self.optimizer]):
-            own = [self.names[p] for group in part.param_groups for p in group["params"]]
-            missing = [name for name in own if name not in state]
-            if 0 < len(missing) < len(own):  # before the first step, and in plain SGD, no parameter has state
-                raise ValueError(f"the checkpoint has no optimizer state for {missing[0]}")
-        loaded = {index: state[name] for index, name in enumerate(names) if name in state}
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": loaded, "param_groups": groups})
-
-
-def _check_names(kind: str, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless a checkpoint has the same names as the model or optimizer."""
-    for side, extra in (
-        ("only in the checkpoint", set(saved) - set(expected)),
-        ("missing from the checkpoint", set(expected) - set(saved)),
-    ):
-        if extra:
-            raise ValueError(f"{kind}: {', '.join(sorted(extra)[:3])} {side}; this is another model or optimizer")
+    holders: dict[str, list[int]] = {}
+    for rank, sizes in enumerate(held):
+        for key in sizes:
+            holders.setdefault(key, []).append(rank)
+    loads, writers = [0] * len(held), {}
+    bytes_of = {key: held[ranks[0]][key] or 0 for key, ranks in holders.items()}
+    for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -bytes_of[key], key)):
+        ranks = holders[key]
+        is_tensor = held[ranks[0]][key] is not None
+        writer = min(ranks, key=lambda rank: loads[rank]) if is_tensor else ranks[0]
+        loads[writer] += bytes_of[key]
+        writers[key] = writer
+    return writers
 
 
 class _WriterThread(threading.Thread):
@@ -211,12 +127,13 @@ class Checkpoints:
         self.settle_or_warn()
         final = self.folder / f"step-{step:08d}"
         flat = flatten({name: stateful.state_dict() for name, stateful in state.items()})
-        begun = self._attempt_on_all(lambda: (self._begin(final), sorted(flat)))
+        sizes = {key: value.nbytes if isinstance(value, Tensor) else None for key, value in flat.items()}
+        begun = self._attempt_on_all(lambda: (self._begin(final), sizes))
         partial = begun[0][0]
         if partial is None:
             return
-        written_before = set().union(*(keys for _, keys in begun[: self.world.rank]))
-        mine = {key: value for key, value in flat.items() if key not in written_before}
+        writers = assign_writers([sizes for _, sizes in begun])
+        mine = {key: value for key, value in flat.items() if writers[key] == self.world.rank}
         tensors = {key: value for key, value in mine.items() if isinstance(value, Tensor)}
         rest = json.dumps({key: value for key, value in mine.items() if key not in tensors}).encode()
         head, data = self._copy.take(tensors)

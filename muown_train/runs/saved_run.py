@@ -23,9 +23,10 @@ from muown_train.config.schema import RunConfig, parse_config
 from muown_train.config.stored_files import shorten
 from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer, fingerprint_tokenizer, select_options
 from muown_train.models.language_model import LanguageModel, build_model
-from muown_train.runs.checkpoint import Checkpoints, ModelState
+from muown_train.runs.checkpoint import Checkpoints
 from muown_train.runs.checkpoint_reader import OpenCheckpoint, open_checkpoint
 from muown_train.runs.manifest import encode_config
+from muown_train.runs.state import ModelState
 from muown_train.runtime import hardware
 from muown_train.runtime.atomic_files import atomic_folder, read_regular, write_atomic
 from muown_train.runtime.distributed import World

@@ -24,9 +24,9 @@ from muown_train.analysis.validation import compute_perplexity, evaluate
 from muown_train.config.schema import Schedule, TrainerSettings
 from muown_train.data.loader import Batch, Loader
 from muown_train.optim.core.skip_step import step_or_skip
-from muown_train.runs.checkpoint import Checkpoints, ModelState, OptimizerState, State, Stateful
+from muown_train.runs.checkpoint import Checkpoints
 from muown_train.runs.metrics import FolderChangedError, Line, Metrics, Sink
-from muown_train.runs.rng_state import RandomState
+from muown_train.runs.state import ModelState, OptimizerState, RandomState, State, Stateful
 from muown_train.runs.status import Outcome
 from muown_train.runtime.distributed import World, wrap_in_ddp
 from muown_train.runtime.progress import Activity

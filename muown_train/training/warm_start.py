@@ -18,7 +18,7 @@ from torch import Tensor
 from muown_train.config.instantiate import list_settings
 from muown_train.models.language_model import LanguageModel
 from muown_train.optim import parameter_roles
-from muown_train.runs.checkpoint import ModelState
+from muown_train.runs.state import ModelState
 from muown_train.runs.checkpoint_reader import open_checkpoint
 from muown_train.runs.hf.folder import is_transformers_folder, read_transformers_folder
 

@@ -25,7 +25,7 @@ def weights(run):
 
 def state(run):
     """All that a checkpoint holds, in the order of saving."""
-    from muown_train.runs.checkpoint import flatten
+    from muown_train.runs.state import flatten
 
     return flatten(
         {name: stateful.state_dict() for name, stateful in run.trainer.list_stateful().items() if name != "trainer"}

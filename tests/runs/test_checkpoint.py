@@ -19,15 +19,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from muown_train.optim import Combined, Muown, param_groups, shard
-from muown_train.runs.checkpoint import (
-    Checkpoints,
-    ModelState,
-    OptimizerState,
-    flatten,
-    unflatten,
-)
+from muown_train.runs.checkpoint import Checkpoints, assign_writers
 from muown_train.runs.checkpoint_files import decode_index
 from muown_train.runs.checkpoint_reader import read_newest_metadata
+from muown_train.runs.state import ModelState, OptimizerState, flatten, unflatten
 from muown_train.runtime.distributed import World
 from tests.helpers.checkpoints import rewrite_index
 from tests.helpers.ranks import on_ranks
@@ -64,6 +59,30 @@ def test_a_rank_that_holds_nothing_takes_nothing_from_the_others():
     flat = [{"optimizer/w/momentum": 1}, {"optimizer": {}}]
     for first, second in (flat, flat[::-1]):
         assert unflatten(first | second) == {"optimizer": {"w": {"momentum": 1}}}
+
+
+sizes_of_ranks = st.lists(
+    st.dictionaries(st.text("abcdef", min_size=1, max_size=1), st.just(None)), min_size=1, max_size=4
+)
+
+
+@given(sizes_of_ranks, st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 1000)))
+def test_one_holder_writes_each_value_and_all_write_about_as_much(held, sizes):
+    held = [{key: sizes.get(key) for key in of_rank} for of_rank in held]
+    shared = {f"weight {i}": 100 * (i % 5) for i in range(9)}
+    held = [of_rank | shared for of_rank in held]
+    writers = assign_writers(held)
+    assert set(writers) == set().union(*held)
+    for key, rank in writers.items():
+        assert key in held[rank]
+        if held[rank][key] is None:  # counters and the like, of which the main rank's say whether a run can go on
+            assert not any(key in of_rank for of_rank in held[:rank])
+    loads = [sum(size or 0 for key, size in of_rank.items() if writers[key] == i) for i, of_rank in enumerate(held)]
+    own = [
+        sum(size or 0 for key, size in of_rank.items() if sum(key in other for other in held) == 1) for of_rank in held
+    ]
+    largest = max(size or 0 for of_rank in held for size in of_rank.values())
+    assert max(loads) <= max([*own, sum(loads) / len(held)]) + largest
 
 
 def some_state(seed: int) -> dict:
@@ -350,6 +369,13 @@ def test_each_owner_writes_its_own_part(ranks):
     keys = [set(load_file(path)) for path in sorted((folder / "4True" / "step-00000003").glob("*.safetensors"))]
     assert len(keys) == 4 and sum(map(len, keys)) == len(set().union(*keys))
     assert sum(any(key.startswith("o/") for key in part) for part in keys) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["4True", "2False"])
+def test_several_ranks_write_weights_that_all_hold(ranks, name):
+    files = (ranks[0] / name / "step-00000003").glob("*.safetensors")
+    assert sum(any(key.startswith("m/") for key in load_file(path)) for path in files) > 1
 
 
 @pytest.mark.slow

@@ -24,8 +24,8 @@ from muown_train.runs.hf.import_hf import import_folder
 from muown_train.runs.manifest import encode_config
 from muown_train.runs.metrics import read_metrics
 from muown_train.runs.record import NoRun, read_config, read_run
-from muown_train.runs.rng_state import RandomState
 from muown_train.runs.saved_run import open_run
+from muown_train.runs.state import RandomState
 from muown_train.runs.status import count_start, read_status
 from muown_train.runtime.atomic_files import MAX_DEPTH, parse_json, read_json, read_regular, try_read_json
 from muown_train.runtime.formatting import escape_controls

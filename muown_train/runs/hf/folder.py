@@ -16,10 +16,10 @@ from muown_train.config.instantiate import bind_target
 from muown_train.config.stored_files import TEXT, Kind, check_entries
 from muown_train.data.text.tokenizer import TOKENIZER, fingerprint_tokenizer
 from muown_train.models.language_model import LanguageModel
-from muown_train.runs.checkpoint import ModelState
 from muown_train.runs.checkpoint_reader import check_finite
 from muown_train.runs.hf import layouts
 from muown_train.runs.hf.config_json import ORIGIN
+from muown_train.runs.state import ModelState
 from muown_train.runtime.atomic_files import open_regular, parse_json, read_regular
 
 _ORIGIN: dict[str, Kind] = {"run|tokenizer_hash": TEXT}

@@ -7,10 +7,10 @@ import pytest
 from muown_train.config.compose import load_config
 from muown_train.data.text.tokenizer import select_options
 from muown_train.models.language_model import build_model
-from muown_train.runs.checkpoint import ModelState
 from muown_train.runs.hf.export import export_run
 from muown_train.runs.hf.import_hf import import_folder
 from muown_train.runs.saved_run import open_run, write_run
+from muown_train.runs.state import ModelState
 from tests.helpers.text_files import CHAT, chat_tokenizer
 
 TEXTS = [

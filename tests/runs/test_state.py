@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muown_train.runs.checkpoint import Checkpoints
-from muown_train.runs.rng_state import RandomState
+from muown_train.runs.state import RandomState
 from muown_train.runtime.distributed import World
 
 CPU = torch.device("cpu")
