@@ -1,6 +1,7 @@
 """Benchmarks, and the old names of commands: what they say to a word that they do not know."""
 
 import os
+import runpy
 import subprocess
 import sys
 
@@ -28,6 +29,22 @@ def test_an_unknown_flag_of_a_benchmark_is_one_sentence(name, tmp_path):
     done = run_script(name, "--rundos=3", cwd=tmp_path)
     assert done.returncode == WRONG and not done.stdout and not list(tmp_path.iterdir())
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_count_that_cannot_be_is_one_sentence(name, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    main = runpy.run_path(str(SCRIPTS / name))["main"]
+    words = ["--tokenizer=x", "--files=x", "--tokens"] if name == "benchmark_data.py" else ["--rounds"]
+    for count in ("0", "-1", "1.5", "9" * 400):
+        if (name, count) == ("benchmark_train.py", "0"):  # measures memory alone
+            continue
+        monkeypatch.setattr(sys, "argv", [name, *words, count])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr().err
+        assert ended.value.code == WRONG and said.startswith("error: ") and words[-1] in said
+        assert said.count("\n") == 1 and len(said) < 200
 
 
 def test_every_command_but_two_had_a_script():
