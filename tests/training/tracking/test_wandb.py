@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import wandb
@@ -301,3 +302,19 @@ def test_names_of_the_environment_that_cannot_be(clean, monkeypatch, name, value
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"{name}='.*' must"):
         WandbSink(mode="offline")
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_a_longer_name_of_a_run_is_cut(clean, monkeypatch, tmp_path, mode):
+    opened = []
+
+    def init(**options: Any) -> MagicMock:
+        opened.append(options)
+        return MagicMock(step=0)
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "login", lambda prompt: True)
+    folder = tmp_path / ("long" * 50)
+    folder.mkdir()
+    wandb_sink._WandbRun(mode, {}, print).start(folder, {}, 12)
+    assert [options["name"] for options in opened] == ["long" * 32]
