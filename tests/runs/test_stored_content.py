@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import save
 
 from muown_train.analysis.checkpoints import check_results_folder
-from muown_train.cli.commands import sample
+from muown_train.cli.commands import compare, sample
+from muown_train.cli.errors import report_errors
 from muown_train.config.compose import load_config
 from muown_train.config.schema import parse_config
+from muown_train.experiments.compare import compare_runs
 from muown_train.runs.averaging import open_checkpoints
 from muown_train.runs.checkpoint import Checkpoints
 from muown_train.runs.checkpoint_files import find_fault
@@ -232,6 +234,20 @@ def test_control_characters_are_spelt_out():
 def test_a_sample_shows_what_would_move_the_cursor(capsys):
     sample.write("\x1b]0;a title\x07 text\n")
     assert capsys.readouterr().out == "\\x1b]0;a title\\x07 text\n"
+
+
+def test_errors_and_comparisons_show_what_would_move_the_cursor(tmp_path, capsys):
+    odd = "a\x1b]0;a title\x07 text"
+    with pytest.raises(SystemExit), report_errors([]):
+        raise ValueError(f"there is no column {odd}")
+    for seed, kind in enumerate(("plain", odd)):
+        lines = [line(0, valid=2.0), line(1, 2.0, 2.0)]
+        write(tmp_path / f"run-{seed}", lines, settings(seed, kind=kind), state="diverged", reason=odd)
+    runs = compare.read_runs(sorted(tmp_path.glob("run-*")))
+    compare.print_comparison(compare_runs(runs), runs, tmp_path)
+    said = capsys.readouterr()
+    assert said.err == "error: there is no column a\\x1b]0;a title\\x07 text\n"
+    assert said.out.count("a\\x1b]0;a title\\x07 text") >= 3 and not {"\x1b", "\x07"} & {*said.out}
 
 
 @pytest.fixture(scope="module")
