@@ -38,7 +38,7 @@ def build_contenders(settings: list[str], folder: str, world: World) -> tuple[di
     runs: list[Run] = []
     for where in ("replicated", "distributed") if world.size > 1 else ("one rank",):
         for optimizer in OPTIMIZERS:
-            own = [f"optim={optimizer}", f"shard_optimizer={str(where == 'distributed').lower()}"]
+            own = [f"optim={optimizer}", f"shard_optimizer={'node' if where == 'distributed' else 'none'}"]
             contender, run = build_contender([*settings, *own], f"{folder}/{len(runs)}", world)
             contenders[f"{optimizer}, {where}"] = contender
             runs.append(run)

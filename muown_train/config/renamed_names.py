@@ -26,6 +26,9 @@ RENAMED_KEYS = {
     "model.checkpointed": "model.activation_checkpointing",
 }
 
+# top-level key -> value of earlier versions -> value of today
+RENAMED_VALUES = {"shard_optimizer": {True: "node", False: "none"}}
+
 
 def update_target(target: Any) -> Any:
     """Return today's name of a `_target_`; anything that was not renamed is returned as it is."""
@@ -33,13 +36,16 @@ def update_target(target: Any) -> Any:
 
 
 def update_stored_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a stored configuration in which renamed keys and targets have today's names."""
+    """Return a copy of a stored configuration in which renamed keys, targets and values have today's names."""
     updated: dict[str, Any] = _update_targets(config)
     for old, new in RENAMED_KEYS.items():
         section, _, key = old.rpartition(".")
         settings = updated.get(section) if section else updated
         if isinstance(settings, dict) and key in settings:
             settings[new.rpartition(".")[2]] = settings.pop(key)  # whoever writes the old key means it
+    for key, values in RENAMED_VALUES.items():
+        if isinstance(updated.get(key), bool):
+            updated[key] = values[updated[key]]
     return updated
 
 

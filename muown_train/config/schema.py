@@ -36,7 +36,7 @@ class RunConfig:
     precision: str
     reduce_dtype: str | None
     compile: bool
-    shard_optimizer: bool
+    shard_optimizer: str
     grad_clip: float | None
     eval_every: int
     valid_tokens: int
@@ -181,7 +181,8 @@ _CHECKS: dict[str, _Check] = {
     **dict.fromkeys(("keep_every", "give_up_after", "replica_check_every"), _allow_null(_expect_int(1))),
     **dict.fromkeys(("tokens", "tokens_per_parameter", "grad_clip", "diverged_above"), _expect_positive_or_null()),
     "time_limit": _expect_positive_or_null(" of minutes"),
-    **dict.fromkeys(("compile", "shard_optimizer", "paper_exact", "keep_best"), check_bool),
+    **dict.fromkeys(("compile", "paper_exact", "keep_best"), check_bool),
+    "shard_optimizer": _expect_choice("node", "all", "none"),
     "on_save_error": _expect_choice("stop", "continue"),
     "on_bad_updates": _expect_choice("rollback", "stop"),
     "precision": _expect_choice("auto", "bfloat16", "float32"),

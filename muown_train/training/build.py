@@ -24,7 +24,6 @@ from muown_train.data.rows import RowSource
 from muown_train.data.sources import RunInfo, build_data
 from muown_train.data.workers import add_workers, clone_rows
 from muown_train.models.language_model import LanguageModel, build_model
-from muown_train.optim import shard
 from muown_train.runs import manifest
 from muown_train.runs.checkpoint import Checkpoints
 from muown_train.runs.checkpoint_reader import read_newest_metadata
@@ -38,7 +37,7 @@ from muown_train.runtime.redaction import redact_tree
 from muown_train.runtime.stop_signal import StopSignal
 from muown_train.training.continuation import Source
 from muown_train.training.divergence import DivergenceMonitor
-from muown_train.training.optimizers import build_optimizer
+from muown_train.training.optimizers import build_optimizer, shard_optimizer
 from muown_train.training.run import Run
 from muown_train.training.schedule import build_schedule
 from muown_train.training.tracking.console import ConsoleSink
@@ -69,8 +68,7 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
     optimizer = build_optimizer(config.optim, model, config.trust)
     if config.compile:
         optimizer.compile()
-    if config.shard_optimizer and world.size > 1:
-        shard(optimizer)
+    shard_optimizer(optimizer, config.shard_optimizer, world)
     tracking: Sink | None = None
     if config.tracking:
         tracking = bind_target(config.tracking, "tracking", ["warn"], config.trust)()

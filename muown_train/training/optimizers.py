@@ -7,12 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from muown_train.config.checks import check_bool
 from muown_train.config.instantiate import bind_target, check_settings
-from muown_train.optim import Combined, param_groups
+from muown_train.optim import Combined, param_groups, shard
+from muown_train.runtime.distributed import World, group_ranks_by_node
 from muown_train.runtime.suggest import suggest_nearest
 
 _Settings = Mapping[str, Any]
@@ -159,3 +161,23 @@ def _find_option(message: str, options: Iterable[str]) -> str | None:
         if re.match(rf"(?:invalid |tensor )?{words}(?=:? )", message, re.IGNORECASE):
             return option
     return None
+
+
+def shard_optimizer(optimizer: Combined, scope: str, world: World) -> None:
+    """Spread the optimizer's work over ranks; a collective call.
+
+    The ranks of a node have fast links. If only they share the work, every node computes all of it, and no weights
+    cross the network between nodes, whose time would be longer than that of the work that is saved.
+
+    Args:
+        scope: "node": the ranks of each node share it, or all ranks if some nodes have more than others, since what is
+            computed in other batches is rounded otherwise; "all"; or "none".
+    """
+    if scope == "none" or world.size == 1:
+        return
+    nodes = group_ranks_by_node(world) if scope == "node" else []
+    if len(nodes) <= 1 or len({len(ranks) for ranks in nodes}) > 1:
+        shard(optimizer)
+    elif len(nodes[0]) > 1:
+        group, _ = dist.new_subgroups_by_enumeration(nodes, timeout=world.timeout)  # type: ignore[no-untyped-call]
+        shard(optimizer, group)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from muown_train.config.schema import TrainerSettings
-from muown_train.runs.state import State
 from muown_train.runs.metrics import Line
+from muown_train.runs.state import State
 from muown_train.runtime.distributed import World
 from muown_train.training.divergence import RowSpan
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from muown_train.config.instantiate import list_settings
 from muown_train.models.language_model import LanguageModel
 from muown_train.optim import parameter_roles
-from muown_train.runs.state import ModelState
 from muown_train.runs.checkpoint_reader import open_checkpoint
 from muown_train.runs.hf.folder import is_transformers_folder, read_transformers_folder
+from muown_train.runs.state import ModelState
 
 # On rows of tokens that both models can take, what a model computes does not depend on these settings.
 _MAY_DIFFER = ("vocab_size", "seq_len", "activation_checkpointing", "init_std")

@@ -205,7 +205,7 @@ def test_a_loss_that_runs_away(corpus, tmp_path, undisturbed):
 
 def altered_on_one(world, corpus, out, altered_rank):
     # sharded, the owner's values would be everybody's after the next step
-    run = built(corpus, out, "check_every=8", "shard_optimizer=false", world=world)  # no boundary of another kind
+    run = built(corpus, out, "check_every=8", "shard_optimizer=none", world=world)  # no boundary of another kind
     step = run.trainer.train_step
 
     def alter():

@@ -15,8 +15,8 @@ from muown_train.data.cache import build_once
 from muown_train.experiments.report import style
 from muown_train.runs.checkpoint import Checkpoints
 from muown_train.runs.hf.export import export_run
-from muown_train.runs.state import RandomState
 from muown_train.runs.saved_run import open_run
+from muown_train.runs.state import RandomState
 from muown_train.runtime import atomic_files as files
 from tests.cli.test_main import call
 from tests.helpers.runs import HERE, trained

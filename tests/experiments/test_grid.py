@@ -256,7 +256,7 @@ def test_a_run_with_other_settings_in_the_place_of_one(multiseed, tmp_path):
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("500m_step_time", {"shard_optimizer": True}),
+        ("500m_step_time", {"shard_optimizer": "node"}),
         ("500m_step_time", {"probes": {"spectral": {}}}),
         ("spectral_500m", {"probe_every": 50}),
         ("spectral_500m", {"probes": None}),

@@ -249,7 +249,7 @@ def test_row_norms_follow_the_schedule_of_their_pattern(corpus, tmp_path):
             torch.testing.assert_close(state[p]["row_norm"], torch.full_like(state[p]["row_norm"], target))
 
 
-def train_here(world: World, corpus: Path, out: Path, shard: bool):
+def train_here(world: World, corpus: Path, out: Path, shard: str):
     overrides = ("experiment=track3_muown", *TINY, "micro_batch=1", f"shard_optimizer={shard}", "replica_check_every=4")
     run = trained(corpus, out, *overrides, world=world)
     apart = find_divergent_ranks(run.model.named_parameters(), world)
@@ -257,7 +257,7 @@ def train_here(world: World, corpus: Path, out: Path, shard: bool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", [True, False])
+@pytest.mark.parametrize("shard", ["node", "none"])
 def test_two_ranks_train_the_bfloat16_embedding_alike(shard, corpus, tmp_path):
     built(corpus, tmp_path / "data", "experiment=track3_muown", *TINY).close()  # the tokenizer, once
     (apart, weights), (_, others) = on_ranks(2, train_here, corpus, tmp_path / "two", shard)
