@@ -31,7 +31,7 @@ def check_runs(points: Sequence[GridPoint], ranks: int) -> None:
 
 
 def make_plans(
-    points: Sequence[GridPoint], device: str, ranks: int
+    points: Sequence[GridPoint], device: str, ranks: int, network: object = None
 ) -> dict[tuple[str, object], tuple[Plan, list[GridPoint]]]:
     """Return a plan for each curve (and value of the experiment's further axis), with its runs, which cost the same.
 
@@ -39,7 +39,8 @@ def make_plans(
         ValueError: a setting is wrong, or the device is unknown.
     """
     return {
-        key: (make_plan(list(group[0].overrides), device, ranks), group) for key, group in _group_points(points).items()
+        key: (make_plan(list(group[0].overrides), device, ranks, network), group)
+        for key, group in _group_points(points).items()
     }
 
 
@@ -56,12 +57,25 @@ def estimate_gpu_hours(plan: Plan, mfu: float | None) -> float:
 
 
 def describe_costs(
-    grid: Grid, statuses: Sequence[GridPointStatus], device: str, ranks: int, mfu: float | None
+    grid: Grid,
+    statuses: Sequence[GridPointStatus],
+    device: str,
+    ranks: int,
+    mfu: float | None,
+    network: object = None,
 ) -> Iterator[str]:
-    """Yield a paragraph for each setting, and the sum."""
+    """Yield a paragraph for each setting, and the sum.
+
+    Args:
+        mfu, network: see `muown-train plan`.
+
+    Raises:
+        ValueError: a setting is wrong, or the device is unknown.
+    """
     pending = {each.point for each in statuses if each.needs_training}
     total = left = 0.0
-    for (key, value), (plan, points) in make_plans([each.point for each in statuses], device, ranks).items():
+    plans = make_plans([each.point for each in statuses], device, ranks, network)
+    for (key, value), (plan, points) in plans.items():
         axis = "" if grid.over is None else f", {grid.over}={value}"
         rates = dict.fromkeys(format_lr(point.lr) for point in points)
         seeds = dict.fromkeys(str(point.seed) for point in points)

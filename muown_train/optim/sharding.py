@@ -37,6 +37,8 @@ from .core.base import Group
 from .core.layouts import LAYOUT_DEFAULTS, split_matrices
 from .core.loading import SHARE, match_by_name
 from .core.names import describe_parameter
+from .core.orthogonalize import count_flops
+from .soap import count_flops as count_soap_flops
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -168,12 +170,11 @@ def estimate_step_cost(p: Tensor, group: Group) -> int:
     if p.ndim != 2 and options["layout"] is None:
         return cost
     blocks = [tuple(matrix.shape) for matrix in split_matrices(p.detach(), options)]
-    if "ns_steps" in group:  # an optimizer that orthogonalises: ours and torch.optim.Muon
-        cost += group["ns_steps"] * sum(4 * min(b) ** 2 * max(b) + 2 * min(b) ** 3 for b in blocks)
-    if "precondition_frequency" in group:  # SOAP
-        sides = [(k, other) for m, n in blocks for k, other in ((m, n), (n, m)) if k <= group["max_precondition_dim"]]
-        # rotations into and out of the basis and the average of G G^T; now and then k^3 for a product and a QR
-        cost += sum(6 * k**2 * other + 8 * k**3 // group["precondition_frequency"] for k, other in sides)
+    if "ns_steps" in group:  # an optimizer that orthogonalises: ours and torch.optim.Muon, which has no such option
+        on_gram = group.get("orthogonalizer") == "newton_schulz"
+        cost += sum(count_flops(m, n, group["ns_steps"], on_gram) for m, n in blocks)
+    if "precondition_frequency" in group:
+        cost += sum(count_soap_flops(m, n, group) for m, n in blocks)
     return cost
 
 

@@ -23,6 +23,10 @@ from .core.base import BaseOptimizer, Group, State, collect_defaults
 from .core.checks import check_bool, check_no_dtensor, check_number, check_numbers, is_whole_number
 from .core.layouts import LAYOUT_DEFAULTS, check_layout, check_layout_options, split_matrices
 
+# The rate of products divided by that of a QR decomposition of 8/3 k^3 operations (factoring, and forming Q), as the
+# steps of SOAP on an H200 tell (docs/performance.md): 28 and 1.8 TFLOP/s.
+QR_SLOWDOWN = 16
+
 
 class _Side(NamedTuple):
     """One preconditioned side of a matrix, that of its rows (axis 0) or of its columns (axis 1)."""
@@ -108,6 +112,19 @@ class SOAP(BaseOptimizer):
             parts = (_split_blocks(X, W, group) for X in (W, grad, state["exp_avg"], state["exp_avg_sq"]))
             for i, (A, G, M, V) in enumerate(zip(*parts, strict=True)):
                 _step_block(A, G.to(M.dtype), M, V, _get_sides(state, i), int(state["step"]) - 1, group)
+
+
+def count_flops(m: int, n: int, group: Group) -> int:
+    """Return the floating-point operations of a step of one matrix (m, n), the mean over many steps.
+
+    Those of QR count QR_SLOWDOWN times, since a device takes so much longer for them than for those of products.
+    """
+    flops, refining = 0, 0
+    for k, other in ((m, n), (n, m)):
+        if k <= group["max_precondition_dim"]:
+            flops += 3 * 2 * k * k * other  # rotations of G and of the step, and the Gram matrix
+            refining += 2 * 2 * k * k * other + 2 * k**3 + QR_SLOWDOWN * 8 * k**3 // 3  # of M, the Gram matrix's, QR
+    return flops + refining // int(group["precondition_frequency"])
 
 
 def _step_block(W: Tensor, G: Tensor, M: Tensor, V: Tensor, sides: list[_Side], step: int, group: Group) -> None:

@@ -23,13 +23,15 @@ class Gpu:
     memory: int  # bytes
     link_bandwidth: float  # bytes each way to the other GPUs of its node
     gpus_per_node: int  # the usual number of GPUs that are linked like this
+    network_bandwidth: float = 50e9  # bytes each way from a GPU to other nodes; 400 Gbit/s (InfiniBand NDR) is usual
 
 
 # Data sheets print the rates of tensor cores with sparsity first; these are halved here. Names are compared in this
 # order, so a variant stands before a GPU whose name is a part of its own.
 GPUS = {
-    # NVIDIA GH200 Grace Hopper Superchip data sheet, with 96 GB of HBM3; four are linked in a node of Alps
-    "GH200-96GB": Gpu("GH200", 989e12, 67e12, 97871 * 2**20, 450e9, 4),
+    # NVIDIA GH200 Grace Hopper Superchip data sheet, with 96 GB of HBM3; four are linked in a node of Alps, each with
+    # 200 Gbit/s (Slingshot 11)
+    "GH200-96GB": Gpu("GH200", 989e12, 67e12, 97871 * 2**20, 450e9, 4, 25e9),
     # NVIDIA H200 data sheet: NVL (1671 TFLOPS sparse), SXM (1979)
     "H200-NVL": Gpu("H200 NVL", 835e12, 60e12, 143771 * 2**20, 450e9, 4),
     "H200": Gpu("H200", 989e12, 67e12, 143771 * 2**20, 450e9, 8),
@@ -37,8 +39,8 @@ GPUS = {
     "H100-PCIe": Gpu("H100 PCIe", 756e12, 51e12, 81559 * 2**20, 64e9, 8),
     "H100-NVL": Gpu("H100 NVL", 835e12, 60e12, 95830 * 2**20, 300e9, 2),
     "H100-80GB": Gpu("H100", 989e12, 67e12, 81559 * 2**20, 450e9, 8),
-    # NVIDIA A100 80GB data sheet, SXM
-    "A100-80GB": Gpu("A100", 312e12, 19.5e12, 81920 * 2**20, 300e9, 8),
+    # NVIDIA A100 80GB data sheet, SXM; DGX A100 has 200 Gbit/s for each GPU
+    "A100-80GB": Gpu("A100", 312e12, 19.5e12, 81920 * 2**20, 300e9, 8, 25e9),
     # NVIDIA L40S data sheet; NVIDIA Ada GPU architecture whitepaper, with float32 accumulation
     "L40S": Gpu("L40S", 362e12, 91.6e12, 46068 * 2**20, 32e9, 8),
     "RTX-4090": Gpu("RTX 4090", 165e12, 82.6e12, 24564 * 2**20, 32e9, 8),

@@ -6,7 +6,7 @@ Nothing is trained or downloaded, and no GPU is needed. Memory comes from `analy
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import torch
@@ -21,8 +21,9 @@ from muown_train.analysis.cost.memory import (
     find_largest_micro_batch,
     trace_pass,
 )
-from muown_train.analysis.cost.step_time import LINK, MFU, StepTime, estimate_step_time
+from muown_train.analysis.cost.step_time import LINK, MFU, OPTIMIZER_MFU, StepTime, estimate_step_time
 from muown_train.config.budget import compute_batch_rows
+from muown_train.config.checks import check_positive
 from muown_train.config.compose import load_config
 from muown_train.config.schema import RunConfig
 from muown_train.models.language_model import LanguageModel, build_model
@@ -62,7 +63,8 @@ class Plan:
     @property
     def owners(self) -> int:
         """The number of ranks that the optimizer is spread over."""
-        return self.ranks if self.config.shard_optimizer else 1
+        in_node = min(self.ranks, self.gpu.gpus_per_node)
+        return {"none": 1, "node": in_node, "all": self.ranks}[self.config.shard_optimizer]
 
     @property
     def room(self) -> int:
@@ -112,6 +114,7 @@ class Plan:
             self.ranks,
             self.owners,
             gradient_bytes=2 if self.config.reduce_dtype == "bfloat16" else 4,
+            accumulation=self.accumulation,
         )
 
     def estimate_seconds(self, mfu: float | None) -> float:
@@ -139,8 +142,11 @@ def _trace(model_settings: str, trust: tuple[str, ...], setup: PassSetup) -> Pas
     return trace_pass(model, setup)
 
 
-def make_plan(overrides: list[str], device: str, ranks: int) -> Plan:
+def make_plan(overrides: list[str], device: str, ranks: int, network: object = None) -> Plan:
     """Return the plan of a configuration, which is checked as `build_run` checks it.
+
+    Args:
+        network: GB/s of a GPU's way to other nodes; None for the device's usual one.
 
     Raises:
         ValueError: a setting is wrong, or the device is unknown.
@@ -148,6 +154,8 @@ def make_plan(overrides: list[str], device: str, ranks: int) -> Plan:
     if ranks < 1:
         raise ValueError(f"--ranks {ranks} must be 1 or more")
     gpu = find_gpu(device)
+    if network is not None:
+        gpu = replace(gpu, network_bandwidth=1e9 * check_positive("network", network, " of GB/s"))
     config = load_config(overrides)
     batch_rows = compute_batch_rows(config.batch_tokens, config.seq_len, config.micro_batch, ranks)
     with torch.device("meta"):
@@ -223,8 +231,7 @@ def describe_time(plan: Plan, mfu: float | None) -> Iterator[str]:
     if mfu is not None:
         yield f"at the MFU given, {mfu:.1%}:"
     else:
-        assumed = f"an MFU of {MFU[plan.config.compile]:.0%} for the model and the optimizer, {LINK:.0%} of the links"
-        yield f"assumed are {assumed}; nothing overlaps"
+        yield from _describe_assumptions(plan)
         yield "  seconds of a step: " + ", ".join(f"{name} {value:.3f}" for name, value in vars(plan.step_time).items())
         yield f"MFU {per_token * tokens / seconds / peak:.1%}:"
     training, evaluating = plan.estimate_hours(mfu)
@@ -232,3 +239,15 @@ def describe_time(plan: Plan, mfu: float | None) -> Iterator[str]:
         f"  {seconds:.3f} s a step, {tokens / seconds:,.0f} tokens/s, {training:,.1f} hours, "
         f"{training * plan.ranks:,.0f} GPU hours; {plan.count_evaluations()} evaluations add {evaluating:,.1f} hours"
     )
+
+
+def _describe_assumptions(plan: Plan) -> Iterator[str]:
+    """Yield lines on what the time of a step is estimated with."""
+    gpu, passes = plan.gpu, f"the model's passes at an MFU of {MFU[plan.config.compile]:.0%}"
+    yield f"assumed are {passes}, the optimizer's products in bfloat16 at {OPTIMIZER_MFU:.0%} of the peak"
+    if plan.ranks > 1:
+        yield (
+            f"and {LINK:.0%} of the links, {gpu.link_bandwidth / 1e9:g} GB/s from a GPU to the others of a node of "
+            f"{gpu.gpus_per_node} and {gpu.network_bandwidth / 1e9:g} to other nodes (network=); gradients"
+        )
+        yield "travel during the last micro-batch's backward pass, those of the embedding at its end, weights after it"

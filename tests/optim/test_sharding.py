@@ -405,7 +405,8 @@ def test_the_500m_model_on_16_ranks():
     assert len(assigned.owners) == len(list(model.parameters()))
     d, h = 1280, 3584
     flops = {"qkv": 3 * 5 * 6 * d**3, "attention.out": 5 * 6 * d**3}
-    flops |= {"gate_up": 5 * (4 * d**2 * 2 * h + 2 * d**3), "mlp.out": 5 * (4 * d**2 * h + 2 * d**3)}
+    # two Gram matrices and two products with X, and 14 products of Gram matrices
+    flops |= {"gate_up": 8 * d**2 * 2 * h + 28 * d**3, "mlp.out": 8 * d**2 * h + 28 * d**3}
     loads, in_turn, count = [0] * 16, [0] * 16, 0
     for name, p in sorted(model.named_parameters(), key=lambda item: item[1].shape):
         cost = next((flops[kind] for kind in flops if f"{kind}.weight" in name), 0) + 700 * 4 * p.numel()
@@ -413,5 +414,5 @@ def test_the_500m_model_on_16_ranks():
         in_turn[count % 16] += cost
         count += p.ndim == 2
     assert tuple(loads) == assigned.loads
-    assert assigned.balance == max(loads) * 16 / sum(loads) < 1.025
-    assert max(in_turn) * 16 / sum(in_turn) > 1.15
+    assert assigned.balance == max(loads) * 16 / sum(loads) < 1.03
+    assert max(in_turn) * 16 / sum(in_turn) > 1.09

@@ -1,7 +1,9 @@
-"""Estimate how long a step takes on a GPU, from floating-point operations, a stated MFU and links.
+"""Estimate how long a step takes on a GPU, from floating-point operations, stated rates and links.
 
-The parts of a step are added up, as if nothing overlapped: the model's forward and backward passes, the optimizer, and
-what travels between ranks. Waiting for data, evaluations and checkpoints are not counted.
+The parts of a step are added up. Gradients travel while the backward pass of the last micro-batch goes on, as
+DistributedDataParallel sends them, so that only what is left of them at its end takes time; its last bucket begins to
+travel then, and holds the embedding, which is the first parameter of a model. The weights that a sharded optimizer's
+ranks have moved travel after its step. Waiting for data, evaluations and checkpoints are not counted.
 """
 
 from dataclasses import dataclass
@@ -12,17 +14,19 @@ from muown_train.optim.sharding import assign_owners, estimate_step_cost
 from muown_train.runtime.hardware import Gpu
 
 # The share of a GPU's peak rate that a model's passes attain, compiled or not.
-# Compiled: MosaicML's LLM Foundry (scripts/train/benchmarking/README.md) measures, for whole steps on 8 H100 in
+# Compiled: measured on one H200 (docs/performance.md), `model=124m` takes 1.055 s for the passes of a step, 43 %. For
+# comparison, MosaicML's LLM Foundry (scripts/train/benchmarking/README.md) measures, for whole steps on 8 H100 in
 # bfloat16 with rows of 1024 or 2048 tokens and no activation checkpointing, 40 % at 760M parameters, 42 % at 1B and
-# 46 % at 3B and 7B; here the optimizer and the links are added.
+# 46 % at 3B and 7B; and the paper's step of its 500M model on four GH200, 1.27 s, is 39 %, all included.
 # Not compiled: no published measurement of such a model was found. Counting the bytes of each elementwise operation
 # gives 25 % at 124M, 33 % at 500M and 37 % at 2.7B.
-# For comparison, the paper's step of its 500M model on four GH200, 1.27 s, is an MFU of 39 %, all included.
-MFU = {True: 0.46, False: 0.33}
+MFU = {True: 0.43, False: 0.33}
+# The share that an optimizer's products attain in bfloat16. Newton-Schulz of 48 matrices of 768 x 768 and of 12 of
+# 4096 x 768 ran at 152 and 142 TFLOP/s of 989 on the H200. In float32 products attain the share that a model's do, by
+# the steps of SOAP there.
+OPTIMIZER_MFU = 0.15
 LINK = 0.70  # the share of a link's rate that collectives attain, commonly 70 to 80 %
-# Bytes per second of a GPU's own way to other nodes, 400 Gbit/s (InfiniBand NDR). A ring leaves each node once, and has
-# the ways of all GPUs of the node for that.
-NETWORK = 50e9
+LAST_BUCKET = 25 * 2**20  # bytes of DistributedDataParallel's buckets, but for a parameter that is larger
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,12 @@ class StepTime:
 
     model: float
     optimizer: float
-    gradients: float  # averaging them over ranks, and sending the parameters that each rank has updated
+    gradients: float  # averaging them over ranks, as far as the backward pass does not hide it
+    weights: float  # sending the weights that each rank of a sharded optimizer has moved
 
     @property
     def total(self) -> float:
-        return self.model + self.optimizer + self.gradients
+        return self.model + self.optimizer + self.gradients + self.weights
 
 
 def estimate_step_time(
@@ -48,6 +53,7 @@ def estimate_step_time(
     ranks: int = 1,
     owners: int = 1,
     gradient_bytes: int = 4,
+    accumulation: int = 1,
 ) -> StepTime:
     """Return the seconds of a step.
 
@@ -57,34 +63,40 @@ def estimate_step_time(
         autocast: whether products are in bfloat16; float32 has no tensor cores.
         owners: ranks that the optimizer is spread over; 1 if every rank does all of it.
         gradient_bytes: bytes of a number of the gradients on its way between ranks.
+        accumulation: micro-batches of a step on each rank.
     """
     rate = MFU[compiled] * (gpu.flops if autocast else gpu.float32_flops)
     recomputed = 1 + model.activation_checkpointing / model.layers / 3  # a forward pass is a third
+    passes = model.flops_per_token() * recomputed * tokens / (rate * ranks)
+    backward = passes / accumulation * (recomputed - 1 / 3) / recomputed
+    sizes = [p.numel() for p in model.parameters()]
+    all_reduce = 2 * (ranks - 1) / ranks * gradient_bytes / get_link_rate(gpu, ranks)  # seconds for each number
+    last = min(max(sizes[0], LAST_BUCKET // 4), sum(sizes))
     return StepTime(
-        model.flops_per_token() * recomputed * tokens / (rate * ranks),
-        _time_optimizer(optimizer, gpu, MFU[compiled], autocast, owners),
-        _time_links(sum(p.numel() for p in model.parameters()), gpu, ranks, owners, gradient_bytes),
+        passes,
+        _time_optimizer(optimizer, gpu, autocast, owners),
+        max(sum(sizes) * all_reduce - backward, last * all_reduce),
+        4 * sum(sizes) / get_link_rate(gpu, owners) if owners > 1 else 0.0,
     )
 
 
-def _time_optimizer(optimizer: Combined, gpu: Gpu, mfu: float, autocast: bool, owners: int) -> float:
+def _time_optimizer(optimizer: Combined, gpu: Gpu, autocast: bool, owners: int) -> float:
     """Return the seconds of the optimizer on the rank where it takes longest."""
     owner = assign_owners(optimizer, owners).owners
     seconds = [0.0] * owners
     for part in optimizer.optimizers:
         for group in part.param_groups:
             in_float32 = not autocast or "precondition_frequency" in group  # SOAP multiplies in float32
+            rate = MFU[True] * gpu.float32_flops if in_float32 else OPTIMIZER_MFU * gpu.flops
             for p in group["params"]:
-                rate = gpu.float32_flops if in_float32 else gpu.flops
-                seconds[owner[p]] += estimate_step_cost(p, group) / (mfu * rate)
+                seconds[owner[p]] += estimate_step_cost(p, group) / rate
     return max(seconds)
 
 
-def _time_links(parameters: int, gpu: Gpu, ranks: int, owners: int, gradient_bytes: int) -> float:
-    """Return the seconds of an all-reduce of gradients and a sharded optimizer's broadcasts, in a ring of all ranks."""
-    if ranks == 1:
-        return 0.0
+def get_link_rate(gpu: Gpu, ranks: int) -> float:
+    """Return the bytes per second of collectives of that many ranks, whose ring leaves each node once.
+
+    Between nodes it has the ways of all GPUs of a node to the network.
+    """
     inside = ranks <= gpu.gpus_per_node
-    link = gpu.link_bandwidth if inside else min(gpu.link_bandwidth, NETWORK * gpu.gpus_per_node)
-    gradients = 2 * (ranks - 1) / ranks * gradient_bytes * parameters
-    return (gradients + (4 * parameters if owners > 1 else 0)) / (link * LINK)
+    return LINK * (gpu.link_bandwidth if inside else min(gpu.link_bandwidth, gpu.network_bandwidth * gpu.gpus_per_node))

@@ -1,13 +1,18 @@
 """Estimate what a run costs before it starts: `muown-train plan model=500m --device H100-80GB --ranks 8`.
 
-Prints parameters, steps, the memory of each GPU and whether it suffices, and how long the run takes. Settings are the
-same as for training; nothing is trained or downloaded, and no GPU is needed. Time is estimated with a typical MFU
-(`muown_train/analysis/cost/step_time.py` says where it comes from), or follows from an MFU that you know (`--mfu`).
+Prints parameters, steps, the memory of each GPU and whether it suffices, and how long the run takes, with what is
+assumed (`muown_train/analysis/cost/step_time.py` says where it comes from), or by an MFU that you know (`--mfu`).
+Settings are the same as for training, and one more:
+
+    network=25       GB/s of a GPU's way to other nodes; by default the device's usual one
+
+Nothing is trained or downloaded, and no GPU is needed.
 """
 
 from collections.abc import Sequence
 
 from muown_train.cli.errors import CommandParser, report_errors
+from muown_train.config.overrides import parse_overrides
 from muown_train.runtime.hardware import GPUS
 from muown_train.training.plan import describe_memory, describe_parameters, describe_time, make_plan
 
@@ -23,6 +28,9 @@ def main(words: Sequence[str]) -> None:
     if arguments.mfu is not None and not 0 < arguments.mfu <= 1:
         parser.error(f"--mfu {arguments.mfu:g} must be above 0 and at most 1")
     with report_errors(arguments.settings):
-        plan = make_plan(arguments.settings, arguments.device, arguments.ranks)
+        own = [word for word in arguments.settings if word.startswith("network=")]
+        network = parse_overrides(own)[-1].value() if own else None
+        settings = [word for word in arguments.settings if word not in own]
+        plan = make_plan(settings, arguments.device, arguments.ranks, network)
         lines = [*describe_parameters(plan), *describe_memory(plan), *describe_time(plan, arguments.mfu)]
     print("\n".join(lines))

@@ -9,6 +9,7 @@
     jobs         number of runs at a time (run: 1, and their threads share the cores; submit: 8)
     ranks        processes of each run, with a GPU each (run: 1; plan: as the experiment's file says)
     device, mfu  of a plan: a GPU, such as H100-80GB; a known MFU in place of the estimate
+    network      of a plan: GB/s of a GPU's way to other nodes
     page         of a report: a page that shows it, such as docs/results.md, to be brought up to date
     KEY=VALUE    anything else is a setting for every run, such as data.path=DIR or paper_exact=true
 
@@ -62,6 +63,7 @@ class Request:
     ranks: int | None = None
     device: str | None = None
     mfu: float | None = None
+    network: float | None = None
     page: str | None = None
     overrides: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
@@ -73,6 +75,7 @@ _ONLY_FOR = {  # some keys are for these actions alone
     "ranks": ("run", "plan"),
     "device": ("plan",),
     "mfu": ("plan",),
+    "network": ("plan",),
     "page": ("report",),
 }
 
@@ -206,7 +209,7 @@ def plan_runs(grid: Grid, statuses: list[GridPointStatus], request: Request) -> 
     if device is None:
         raise ValueError(f"experiment={grid.name} is for a CPU: a plan needs device=, such as device=H100-80GB")
     ranks = request.ranks or (1 if grid.scale or not grid.gpus else grid.gpus.ranks)
-    for line in describe_costs(grid, statuses, device, ranks, request.mfu):
+    for line in describe_costs(grid, statuses, device, ranks, request.mfu, request.network):
         print(line, flush=True)
     return 0
 

@@ -17,6 +17,7 @@ to 1.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -204,6 +205,22 @@ def apply_quintics(
     return Y.reshape(shape).to(first.dtype)
 
 
+def count_flops(m: int, n: int, steps: int, on_gram: bool = True) -> int:
+    """Return the floating-point operations of the products that `apply_quintics` multiplies for one matrix (m, n).
+
+    Args:
+        steps: number of quintics.
+        on_gram: as in `apply_quintics`; `polar_express` and torch.optim.Muon always iterate on the matrix.
+    """
+    s, long = sorted((m, n))
+    product, small = 2 * s * s * long, 2 * s**3  # of P Y or a Gram matrix, and of two matrices (s, s)
+    if not on_gram or long < GRAM_ASPECT * s:
+        return steps * (2 * product + small)
+    restarts = math.ceil(steps / RESTART)
+    # a restart computes A, its first P, and Q Y; each further step multiplies A P, P (A P), A A and P Q
+    return restarts * (2 * product + small) + (steps - restarts) * 4 * small
+
+
 def _normalize_and_stack(X: Tensor | Sequence[Tensor], eps: float, dtype: torch.dtype) -> Tensor:
     """Stack X / ||X||_F of k matrices (m, n) into (k, m, n) of another dtype, in one pass after that of the norm."""
     Y = torch.empty((len(X), *X[0].shape), dtype=dtype, device=X[0].device)
@@ -215,7 +232,7 @@ def _normalize_and_stack(X: Tensor | Sequence[Tensor], eps: float, dtype: torch.
 
 
 def _iterate_on_matrix(Y: Tensor, quintics: Sequence[Quintic]) -> Tensor:
-    """Iterate as the formula is written: 4 s^2 l + 2 s^3 FLOP per step, s and l the sides; overwrites Y (k, m, n)."""
+    """Iterate as the formula is written; overwrites Y (k, m, n)."""
     spare, A = torch.empty_like(Y), None
     for abc in quintics:
         A = _compute_gram(Y, A)
