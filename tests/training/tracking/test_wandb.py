@@ -304,9 +304,10 @@ def test_names_of_the_environment_that_cannot_be(clean, monkeypatch, name, value
         WandbSink(mode="offline")
 
 
-@pytest.mark.parametrize("mode", ["online", "offline"])
-def test_a_longer_name_of_a_run_is_cut(clean, monkeypatch, tmp_path, mode):
-    opened = []
+@pytest.fixture
+def opened(clean, monkeypatch):
+    """What runs are opened with at W&B."""
+    opened: list[dict[str, Any]] = []
 
     def init(**options: Any) -> MagicMock:
         opened.append(options)
@@ -314,7 +315,25 @@ def test_a_longer_name_of_a_run_is_cut(clean, monkeypatch, tmp_path, mode):
 
     monkeypatch.setattr(wandb, "init", init)
     monkeypatch.setattr(wandb, "login", lambda prompt: True)
+    return opened
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_a_longer_name_of_a_run_is_cut(opened, tmp_path, mode):
     folder = tmp_path / ("long" * 50)
     folder.mkdir()
     wandb_sink._WandbRun(mode, {}, print).start(folder, {}, 12)
     assert [options["name"] for options in opened] == ["long" * 32]
+
+
+def test_secrets_in_its_names_are_hidden(opened, tmp_path, monkeypatch):
+    secret = "hf_abcdefghijklmnopqrstuvwxyz"
+    hidden = {"project": "of ***", "entity": "***", "group": "*** x", "tags": ["***"], "name": "a *** b"}
+    monkeypatch.setenv("WANDB_NAME", f"a {secret} b")
+    given = {"project": f"of {secret}", "entity": secret, "group": f"{secret} x", "tags": [secret]}
+    WandbSink(**given, mode="offline").run.start(tmp_path, {}, 12)
+    for name in ("PROJECT", "ENTITY", "RUN_GROUP"):
+        monkeypatch.setenv(f"WANDB_{name}", secret)
+    WandbSink(mode="offline").run.start(tmp_path, {}, 12)
+    first, second = [{key: options[key] for key in hidden} for options in opened]
+    assert first == hidden and second == dict.fromkeys(hidden, "***") | {"tags": None, "name": "a *** b"}
