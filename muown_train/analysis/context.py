@@ -36,7 +36,7 @@ class ProbeContext:
     """The model, optimizer state and data that probes read; every rank makes the same calls and gets the same results.
 
     Args:
-        model: the uncompiled model on world.device.
+        model: the model on world.device, whose blocks are not run as compiled ones.
         get_magnitudes: returns, by canonical name, the magnitudes of the parameters that Muown reparameterizes.
         get_rows: returns the rows of the run, from a source that nothing else reads.
         get_loader_state: returns the state of the run's loader, from which the next minibatches follow.

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from muown_train.experiments.report.curves import plot_losses
 from muown_train.models.generate import generate
 from muown_train.runs.checkpoint_reader import print_warning
@@ -42,7 +44,8 @@ def generate_sample(run: Run) -> str:
     trainer, tokenizer = run.trainer, run.data.tokenizer
     prompt = [tokenizer.end_of_text]
     run.model.eval()
-    with trainer.autocast():
+    # a compiled block would be compiled again for its cache
+    with trainer.autocast(), torch.compiler.set_stance("force_eager"):
         new = generate(run.model, prompt, run.config.sample_tokens, run.config.seq_len)
     return tokenizer.decode(new)
 

@@ -12,13 +12,19 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 BLOCK = 128  # least number of queries in a block; there are at most four, since fewer products start faster
 LONGEST = 2048  # longest input for which blocks are faster; the probabilities kept are 5/8 B h T^2 numbers
-
+_NAMES = {
+    SDPBackend.MATH: "plain products",
+    SDPBackend.FLASH_ATTENTION: "FlashAttention",
+    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient attention",
+    SDPBackend.CUDNN_ATTENTION: "cuDNN",
+}
 
 Observer = Callable[[Tensor, Tensor, float], None]  # takes q and k (B, h, T, d) and the scale of their products
-_observer: Observer | None = None  # a model that is compiled while this is None never calls an observer
+_observer: Observer | None = None  # compiled code never calls an observer
 
 
 @contextmanager
@@ -40,9 +46,22 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
     """
     if _observer is not None:
         _observer(q, k, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= LONGEST:
+    if _is_faster_in_blocks(q):
         return blockwise_attention(q, k, v, scale)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+
+def name_implementation(q: Tensor) -> str:
+    """Return what `causal_attention` computes with where q, k and v are like q (B, h, T, d): words for people."""
+    if _is_faster_in_blocks(q):
+        return "blocks of queries"
+    # how scaled_dot_product_attention itself decides; there is no public way to know it
+    choice = torch._fused_sdp_choice(q, q, q, is_causal=True)
+    return _NAMES.get(SDPBackend(choice), SDPBackend(choice).name)
+
+
+def _is_faster_in_blocks(q: Tensor) -> bool:
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= LONGEST
 
 
 def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:

@@ -1,6 +1,6 @@
 """The interface of all models, and `build_model`, which builds the configured one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from muown_train.config.instantiate import bind_target
-from muown_train.models.attention import KeyValueCache
-from muown_train.models.loss import linear_cross_entropy, softcap_logits
+from muown_train.models.attention import KeyValueCache, name_implementation
+from muown_train.models.loss import Differentiate, differentiate_logits, linear_cross_entropy, softcap_logits
 
 
 class LanguageModel(nn.Module):
@@ -27,8 +27,10 @@ class LanguageModel(nn.Module):
     activation_checkpointing: int = 0  # number of blocks that recompute their activations in the backward pass
     softcap: float | None = None  # bound of the logits, see `loss.softcap_logits`
     tied_embeddings: bool = True  # the weights of the embedding are those of the head
+    head_dim: int | None = None  # width of a head of attention
     cos: Tensor  # (seq_len, head_dim), see `register_rotary_table`
     sin: Tensor
+    differentiate_logits: Differentiate = staticmethod(differentiate_logits)
     blocks: nn.ModuleList  # each maps (x, cos, sin, cache) to (B, T, D), see `run_blocks`
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
@@ -48,6 +50,7 @@ class LanguageModel(nn.Module):
 
     def register_rotary_table(self, cos: Tensor, sin: Tensor) -> None:
         """Keep the cosines and sines of the rotary embedding as buffers, which checkpoints leave out."""
+        self.head_dim = cos.shape[-1]
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -66,12 +69,40 @@ class LanguageModel(nn.Module):
                 x = block(x, cos, sin, cache)
         return x
 
+    def list_blocks(self) -> Iterable[nn.Module]:
+        """Return the blocks, which have the same code and differ in their weights; without blocks the model itself."""
+        return getattr(self, "blocks", [self])
+
+    def compile_blocks(self) -> None:
+        """Compile each block, and what the head computes besides products, when they first run.
+
+        One program serves all blocks, where a compiled model has the program of a block once for each. Inside
+        `torch.compiler.set_stance("force_eager")` the blocks run as if they were not compiled.
+        """
+        for block in self.list_blocks():
+            block.compile()
+        self.differentiate_logits = torch.compile(differentiate_logits)
+
     def apply_head(self, x: Tensor, weight: Tensor, targets: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """Return what `forward` returns for the final states x (B, T, D), by the head's weight (vocab_size, D)."""
         if targets is not None:
-            return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), bias, self.softcap)
+            flat = x.flatten(0, 1), weight, targets.flatten()
+            return linear_cross_entropy(*flat, bias, self.softcap, self.differentiate_logits)
         logits = F.linear(x, weight, bias)
         return logits if self.softcap is None else softcap_logits(logits.float(), self.softcap)
+
+    def name_attention(self, seq_len: int, autocast: bool) -> str | None:
+        """Return what computes attention in training, see `name_implementation`; None where `head_dim` is not known.
+
+        Args:
+            seq_len: tokens of a row.
+            autocast: whether forward passes are in bfloat16.
+        """
+        if self.head_dim is None:
+            return None
+        shape, device = (1, self.dim // self.head_dim, seq_len, self.head_dim), next(self.parameters()).device
+        dtype = torch.bfloat16 if autocast else torch.float32
+        return name_implementation(torch.empty(shape, dtype=dtype, device=device, requires_grad=True))
 
     def flops_per_token(self) -> float:
         """Return the floating-point operations of one token's forward and backward pass at T = seq_len.

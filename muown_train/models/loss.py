@@ -8,6 +8,7 @@ without kernels of our own.)
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +23,35 @@ IGNORE = -100  # a target that does not count, as in torch's cross-entropy
 CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**27}
 
 
+Differentiate = Callable[[Tensor, Tensor, float | None, bool], tuple[Tensor, Tensor | None]]
+
+
+def differentiate_logits(
+    logits: Tensor, targets: Tensor, softcap: float | None, with_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the summed loss of logits (n, V), a float32 scalar, and with_grad its gradient (n, V) in their dtype.
+
+    The rows of targets (n, 1) that do not count add nothing to the loss, but have a gradient, which is of no use.
+    """
+    counts = targets != IGNORE
+    targets = targets.where(counts, 0)
+    log_p, slope = _compute_log_softmax(logits, softcap)
+    loss = -log_p.gather(1, targets).where(counts, 0).sum()
+    if not with_grad:
+        return loss, None
+    grad = log_p.exp_().scatter_add_(1, targets, -torch.ones_like(targets, dtype=log_p.dtype))
+    if slope is not None:
+        grad *= slope
+    return loss, grad.to(logits.dtype)
+
+
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, softcap: float | None = None
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    differentiate: Differentiate = differentiate_logits,
 ) -> Tensor:
     """Return the summed cross-entropy in nats of the logits x @ weight^T + bias, a float32 scalar.
 
@@ -34,13 +62,16 @@ def linear_cross_entropy(
         targets: (N,) integers below V; -100 does not count.
         bias: (V,).
         softcap: the bound c > 0 of `softcap_logits`; None leaves the logits as they are.
+        differentiate: `differentiate_logits`, or what torch.compile makes of it.
     """
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else weight.dtype
     x = x.to(dtype)
     if torch.is_grad_enabled():
-        loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, bias, softcap)  # type: ignore[no-untyped-call]
+        loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            x, weight, targets, bias, softcap, differentiate
+        )
         return loss
-    return _compute_loss(x, weight, targets, bias, softcap)
+    return _compute_loss(x, weight, targets, bias, softcap, differentiate)
 
 
 def softcap_logits(logits: Tensor, c: float) -> Tensor:
@@ -51,12 +82,18 @@ def softcap_logits(logits: Tensor, c: float) -> Tensor:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, softcap: float | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        softcap: float | None,
+        differentiate: Differentiate,
     ) -> Tensor:
         grad_x = torch.empty_like(x)
         grad_weight = torch.zeros_like(weight)
         grad_bias = None if bias is None else torch.zeros_like(bias)
-        loss = _compute_loss(x, weight, targets, bias, softcap, (grad_x, grad_weight, grad_bias))
+        loss = _compute_loss(x, weight, targets, bias, softcap, differentiate, (grad_x, grad_weight, grad_bias))
         ctx.save_for_backward(grad_x, grad_weight, grad_bias)
         return loss
 
@@ -65,7 +102,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight, grad_bias = ctx.saved_tensors
         grad_bias = None if grad_bias is None else grad_bias * grad
-        return grad_x * grad.to(grad_x.dtype), grad_weight * grad, None, grad_bias, None
+        return grad_x * grad.to(grad_x.dtype), grad_weight * grad, None, grad_bias, None, None
 
 
 def _compute_loss(
@@ -74,6 +111,7 @@ def _compute_loss(
     targets: Tensor,
     bias: Tensor | None,
     softcap: float | None,
+    differentiate: Differentiate,
     grads: tuple[Tensor, Tensor, Tensor | None] | None = None,
 ) -> Tensor:
     """Return the summed loss and fill `grads`.
@@ -87,16 +125,12 @@ def _compute_loss(
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     for start in range(0, x.shape[0], rows):
         chunk, chunk_targets = x[start : start + rows], targets[start : start + rows, None]
-        counts = chunk_targets != IGNORE
-        chunk_targets = chunk_targets.where(counts, 0)
-        log_p, slope = _compute_log_softmax(F.linear(chunk, weight, bias), softcap)
-        loss = loss - log_p.gather(1, chunk_targets).where(counts, 0).sum()
-        if grads is None:
+        logits = F.linear(chunk, weight, bias)
+        chunk_loss, grad_logits = differentiate(logits, chunk_targets, softcap, grads is not None)
+        loss = loss + chunk_loss
+        if grads is None or grad_logits is None:
             continue
-        grad_logits = log_p.exp_().scatter_add_(1, chunk_targets, -torch.ones_like(chunk_targets, dtype=log_p.dtype))
-        if slope is not None:
-            grad_logits *= slope
-        grad_logits = grad_logits.to(x.dtype)
+        counts = chunk_targets != IGNORE
         grad_x, grad_weight, grad_bias = grads
         # rows that do not count are zeroed in factors and results of (n, D), which is less work than in (n, V)
         chunk = chunk * counts

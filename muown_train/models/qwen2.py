@@ -6,6 +6,7 @@ ours too: when theirs is compiled it makes a mask (T, T) (transformers 5.24 with
 FlashAttention does not take.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -79,6 +80,7 @@ class Qwen2(LanguageModel):
         if heads % kv_heads:
             raise ValueError(f"model.kv_heads={kv_heads} must divide model.heads={heads}")
         self.vocab_size, self.layers, self.dim, self.seq_len = vocab_size, layers, dim, seq_len
+        self.head_dim = dim // heads
         other_settings: dict[str, Any] = {
             "attn_implementation": ATTENTION_NAME,
             "rope_theta": rope_base,  # the key before transformers 5; the next one since
@@ -98,6 +100,14 @@ class Qwen2(LanguageModel):
             **other_settings,
         )
         self.qwen2 = Qwen2ForCausalLM(config)
+
+    def list_blocks(self) -> Iterable[nn.Module]:
+        return list(self.qwen2.model.layers)
+
+    def name_attention(self, seq_len: int, autocast: bool) -> str | None:
+        # under autocast q stays float32 until scaled_dot_product_attention itself casts it
+        on_cpu = next(self.parameters()).device.type == "cpu"
+        return super().name_attention(seq_len, autocast and not on_cpu)
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
         self.find_positions(inputs, cache)  # refuses an input that is too long

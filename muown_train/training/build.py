@@ -67,6 +67,7 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
     steps, schedule = build_schedule(config, sum(p.numel() for p in model.parameters()))
     optimizer = build_optimizer(config.optim, model, config.trust)
     if config.compile:
+        model.compile_blocks()
         optimizer.compile()
     shard_optimizer(optimizer, config.shard_optimizer, world)
     tracking: Sink | None = None
@@ -100,7 +101,7 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
     rows = add_workers(data.train, config.workers)
     trainer = Trainer(
         world=world,
-        model=torch.compile(model) if config.compile else model,  # type: ignore[arg-type]
+        model=model,
         optimizer=optimizer,
         schedule=schedule,
         loader=Loader(rows, batch_rows, world.rank, world.size, pin_memory=world.device.type == "cuda"),

@@ -1,7 +1,9 @@
 """A run from start to end: it resumes by itself, its folder says how it stands, and nobody else trains in it."""
 
+import errno
+import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,8 @@ from muown_train.runs.checkpoint_reader import print_warning
 from muown_train.runs.metrics import Sink
 from muown_train.runs.status import FolderGuard, Outcome, read_status, write_status
 from muown_train.runtime.atomic_files import read_regular, write_atomic
-from muown_train.runtime.redaction import redact
 from muown_train.training.divergence import explain_unlearned
 from muown_train.training.trainer import Trainer
-
-MAX_REASON = 1000  # letters of an error that status.json keeps: a compiler's error may have megabytes
 
 
 @dataclass
@@ -30,13 +29,14 @@ class Run:
     config: RunConfig
     folder: Path
     trainer: Trainer
-    model: LanguageModel  # the module that is not compiled
+    model: LanguageModel
     data: TrainingData
     source_checkpoint: Path | None  # a checkpoint of another run that this run continues
     metadata: dict[str, Any]  # content of the manifest; this and the fields below are set on the main rank only
     sinks: list[Sink]
     lock: FileLock | None  # the lock of the folder
     guard: FolderGuard | None = None
+    _writing: threading.Lock = field(default_factory=threading.Lock, repr=False)  # of status.json
 
     def resume(self) -> Outcome | None:
         """Load the newest checkpoint and, unless the run has ended, write the manifest and start the sinks.
@@ -54,6 +54,8 @@ class Run:
         status = trainer.world.gather(read_status(self.folder))[0]
         if status.get("state") == "diverged":
             return Outcome("diverged", status.get("reason", ""))
+        if status.get("state") != "finished":
+            trainer.world.keep_verdict(self._record_failure)
         if trainer.resume(self.source_checkpoint):
             outcome = self._judge_loss()
             if status.get("state") != "finished":  # killed before it could say so
@@ -72,16 +74,17 @@ class Run:
 
     def train(self) -> Outcome:
         """Train until the run has ended or is stopped, and write the status; a collective call."""
+        world = self.trainer.world
         self._write_status(Outcome("running"))
+        world.keep_verdict(self._record_failure)
         try:
             with self.trainer.stop:
                 outcome = self.trainer.fit()
         except BaseException as error:
             self.trainer.checkpoints.abandon()
-            with suppress(OSError):  # the disk may be full, and the error says so
-                reason = redact(str(error))[:MAX_REASON] or type(error).__name__
-                self._write_status(Outcome("failed", reason))
+            self._record_failure(world.explain(error))
             raise
+        world.keep_verdict(None)
         if outcome.state == "finished":
             outcome = self._judge_loss()
         self._write_status(outcome)
@@ -136,8 +139,19 @@ class Run:
         if file.exists():
             metadata["wandb_id"] = read_regular(file).decode().strip()
 
+    def _record_failure(self, reason: str) -> None:
+        with suppress(OSError):  # the disk may be full, and the error says so
+            try:
+                self._write_status(Outcome("failed", reason))
+            except OSError as error:
+                if error.errno != errno.EMFILE or self.guard is None:
+                    raise
+                self.guard.close()  # which gives a descriptor back
+                self._write_status(Outcome("failed", reason))
+
     def _write_status(self, outcome: Outcome) -> None:
         if self.trainer.world.is_main:
-            if self.guard:
-                self.guard.check()
-            write_status(self.folder, outcome, self.trainer.step, self.trainer.settings.steps)
+            with self._writing:
+                if self.guard:
+                    self.guard.check()
+                write_status(self.folder, outcome, self.trainer.step, self.trainer.settings.steps)

@@ -40,7 +40,7 @@ class Trainer:
     """Trains a model on the rows of a loader. Every rank makes the same calls.
 
     Args:
-        model: `model(inputs (B, T), targets (B, T))` returns the summed loss; it is on world.device, maybe compiled.
+        model: `model(inputs (B, T), targets (B, T))` returns the summed loss; it is on world.device.
         valid: (N,) token ids of the validation text.
         monitor: decides when the run ends as diverged or goes back to a checkpoint.
         stop: asks the run to stop.
