@@ -1,5 +1,6 @@
 """The checked configuration of a run: one object that the command line is parsed into and that is passed on."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -33,6 +34,7 @@ class RunConfig:
     batch_tokens: int
     micro_batch: int
     workers: int | None
+    device: str = "auto"
     precision: str
     reduce_dtype: str | None
     compile: bool
@@ -55,6 +57,7 @@ class RunConfig:
     replica_check_every: int | None
     probe_every: int = 100
     log_every: int
+    profile_steps: list[int] | None = None
     sample_tokens: int
     paper_exact: bool
     trust: list[str]
@@ -147,6 +150,20 @@ def _check_reduce_dtype(key: str, value: Any) -> Any:
     return value
 
 
+def _check_span(key: str, value: Any) -> list[int]:
+    words = value.split(":") if isinstance(value, str) else value
+    if (
+        not isinstance(words, list)
+        or len(words) != 2
+        or not all(re.fullmatch(r"\d{1,15}", str(word)) for word in words)
+    ):
+        raise ValueError(f"{key}={value!r} must be the first and the last of some steps, as in {key}=10:13, or null")
+    first, last = map(int, words)
+    if not 1 <= first <= last:
+        raise ValueError(f"{key}={value!r} must begin at step 1 or later, and not after its end")
+    return [first, last]
+
+
 def _check_source(key: str, value: Any) -> str:
     # a slash at the end makes no difference
     return str(Path(check_path(key, value, "the folder of a run or of a checkpoint, or null")))
@@ -180,11 +197,13 @@ _CHECKS: dict[str, _Check] = {
     **dict.fromkeys(("seed", "max_rollbacks", "diverged_from"), _expect_int(0)),
     **dict.fromkeys(("keep_every", "give_up_after", "replica_check_every"), _allow_null(_expect_int(1))),
     **dict.fromkeys(("tokens", "tokens_per_parameter", "grad_clip", "diverged_above"), _expect_positive_or_null()),
+    "profile_steps": _allow_null(_check_span),
     "time_limit": _expect_positive_or_null(" of minutes"),
     **dict.fromkeys(("compile", "paper_exact", "keep_best"), check_bool),
     "shard_optimizer": _expect_choice("node", "all", "none"),
     "on_save_error": _expect_choice("stop", "continue"),
     "on_bad_updates": _expect_choice("rollback", "stop"),
+    "device": _expect_choice("auto", "cpu", "cuda"),
     "precision": _expect_choice("auto", "bfloat16", "float32"),
     "reduce_dtype": _check_reduce_dtype,
     "trust": _check_trusted_names,

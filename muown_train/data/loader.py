@@ -35,6 +35,7 @@ class Loader:
     `__next__` raises the errors of the reading.
 
     Args:
+        device: where the batches will be moved to; for a GPU they lie in pinned memory.
         prefetch: batches that a thread reads ahead; with 0 `__next__` reads them.
 
     Raises:
@@ -47,7 +48,7 @@ class Loader:
         batch_rows: int,
         rank: int = 0,
         size: int = 1,
-        pin_memory: bool = False,
+        device: torch.device | None = None,
         prefetch: int = 2,
     ) -> None:
         if batch_rows < 1 or batch_rows % size:
@@ -55,7 +56,7 @@ class Loader:
         assert 0 <= rank < size, (rank, size)
         self._rows = rows
         self._deal = (batch_rows, rank, size)
-        self._pin_memory = pin_memory
+        self._device = device
         self._prefetch = prefetch
         self._state: dict[str, Any] = {"rows": 0, **rows.state_dict()}
         self._batches: Iterator[Item] | None = None
@@ -65,7 +66,7 @@ class Loader:
 
     def __next__(self) -> Batch:
         if self._batches is None:
-            self._batches = _make_batches(self._rows, self._state, *self._deal, self._pin_memory)
+            self._batches = _make_batches(self._rows, self._state, *self._deal, self._device)
             if self._prefetch:
                 self._batches = Prefetcher(self._batches, self._prefetch, "loader")
                 # a thread that still computes when the interpreter exits can abort the process
@@ -133,11 +134,14 @@ def hash_row(ids: np.ndarray, place: int) -> int:
 
 
 def _make_batches(
-    rows: RowSource, state: Mapping[str, Any], batch_rows: int, rank: int, size: int, pin_memory: bool
+    rows: RowSource, state: Mapping[str, Any], batch_rows: int, rank: int, size: int, device: torch.device | None
 ) -> Iterator[Item]:
     places = range(rank, batch_rows, size)
     start, skipped = state["rows"], state.get("skipped", [])
     kept = {"skipped": skipped} if skipped else {}
+    pinned = device is not None and device.type == "cuda"
+    if pinned:  # a thread starts on the first GPU, where pinned memory would make every rank a context
+        torch.cuda.set_device(device)
     while True:
         ids = rows.take([start + place for place in places])
         if any(first <= start < end_of_span for first, end_of_span in skipped):
@@ -145,7 +149,7 @@ def _make_batches(
             continue
         total = sum(hash_row(row, place) for row, place in zip(ids, places, strict=True)) % 2**64
         tokens = torch.from_numpy(ids).to(torch.int64)
-        if pin_memory:
+        if pinned:
             tokens = tokens.pin_memory()
         start += batch_rows
         yield Batch(tokens, total - 2**64 if total >= 2**63 else total), {"rows": start, **kept, **rows.state_dict()}

@@ -62,9 +62,11 @@ class StepMetrics:
         Returns:
             The lines of the steps, and an event for each step that was skipped.
         """
-        losses = torch.zeros(self.world.size, len(self.pending), dtype=torch.float64)
-        losses[self.world.rank] = torch.stack([record.loss for record in self.pending])
-        losses = self.world.sum(losses)  # the losses of each rank
+        on_ranks = torch.zeros(self.world.size, len(self.pending) + 1, dtype=torch.float64)
+        on_ranks[self.world.rank, :-1] = torch.stack([record.loss for record in self.pending])
+        on_ranks[self.world.rank, -1] = self._measure_peak_memory()
+        on_ranks = self.world.sum(on_ranks)
+        losses, peak_memory = on_ranks[:, :-1], on_ranks[:, -1].max().item()
         norms = self._read_grad_norms()
         hashes = self.world.sum(torch.tensor([record.hash for record in self.pending])).tolist()
         seconds = time.perf_counter() - self.started
@@ -84,6 +86,8 @@ class StepMetrics:
         if self.rolled_back:
             lines[-1]["train/rolled_back"], self.rolled_back = True, False
         lines[-1] |= self._measure_speed(seconds)
+        if peak_memory:
+            lines[-1]["system/peak_memory"] = int(peak_memory)
         self.seconds += seconds
         self.pending = []
         return lines, events
@@ -103,9 +107,11 @@ class StepMetrics:
         if self.settings.flops_per_token and self.settings.peak_flops:
             peak = self.settings.peak_flops * self.world.size
             line["system/mfu"] = self.settings.flops_per_token * tokens / seconds / peak
-        if self.world.device.type == "cuda":
-            line["system/peak_memory"] = torch.cuda.max_memory_allocated(self.world.device)
         return line
+
+    def _measure_peak_memory(self) -> int:
+        """Return the most bytes of this rank's GPU that tensors have taken; 0 without a GPU."""
+        return torch.cuda.max_memory_allocated(self.world.device) if self.world.device.type == "cuda" else 0
 
 
 def _describe_skipped(line: Line, losses: Tensor, rows: RowSpan) -> Line:

@@ -67,6 +67,7 @@ class Trainer:
         self.probe: Callable[[], Line] | None = None  # measures the weights and changes nothing; every rank calls it
         self.random_state, self.activity = RandomState(world), Activity()
         self.sinks: Sequence[Sink] = ()
+        self.after_step: list[Callable[[int], None]] = []
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.base_lrs = [group["lr"] for group in optimizer.param_groups]
         self.replica = model if world.size == 1 else wrap_in_ddp(model, world.device, settings.reduce_in_bfloat16)
@@ -87,10 +88,11 @@ class Trainer:
             return Outcome("stopped", self.stop.decided)
         while self.step < self.settings.steps:
             self.step_metrics.add(self.train_step())
+            for call in self.after_step:
+                call(self.step)
             reason = self.stop.should_stop()
             if reason or self.is_boundary():
-                outcome = self.handle_boundary(reason)
-                if outcome:
+                if outcome := self.handle_boundary(reason):
                     return outcome
                 self.step_metrics.start_clock()
         return Outcome("finished")
@@ -385,9 +387,7 @@ class Trainer:
             step = self.checkpoints.load(self.list_stateful(), origin)
             self.save(wait=True)
         self.rewind_metrics(-1 if step is None else step)
-        if self.step < self.settings.steps:
-            return False
-        return not self.find_owed()[1]
+        return self.step >= self.settings.steps and not self.find_owed()[1]
 
     def list_stateful(self) -> dict[str, Stateful]:
         """Return all that a checkpoint holds."""

@@ -10,9 +10,9 @@ import torch
 from muown_train.config.compose import load_config
 from muown_train.config.run_name import default_run_name
 from muown_train.models.language_model import build_model
-from muown_train.runs.state import ModelState
 from muown_train.runs.hf.export import export_run
 from muown_train.runs.saved_run import open_run, write_run
+from muown_train.runs.state import ModelState
 from muown_train.training.warm_start import read_initial_weights
 from tests.helpers.runs import built, metrics, trained
 
