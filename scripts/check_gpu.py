@@ -31,8 +31,9 @@ from typing import Any
 import torch
 from gpu_limits import ROOT, Limits, Row
 
-from muown_train.cli.errors import CommandParser
+from muown_train.cli.errors import CommandParser, report_errors
 from muown_train.cli.process import run_script
+from muown_train.runtime.hardware import find_device
 
 # part -> its module, its function there, and the share that it gets of the time that is left when it starts
 PARTS = {
@@ -161,7 +162,9 @@ def main() -> int:
         measure_part(arguments.parts[0], arguments)
         return 0
     parts = [name for name in PARTS if name in (arguments.parts or PARTS)]
-    if not torch.cuda.is_available() and not arguments.dry_run:
+    with report_errors([]):  # a GPU that torch does not reach is an error
+        skipped = not arguments.dry_run and find_device().type == "cpu"
+    if skipped:
         for name in parts:
             print(f"{name}: skipped, since torch finds no GPU (--dry-run runs its code on the CPU)")
         return 0

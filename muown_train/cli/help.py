@@ -18,7 +18,7 @@ from muown_train.config.compose import GROUPS, read_first_sentence
 
 SETTINGS = (  # the most used
     *("tokens", "optim.lr", "seq_len", "batch_tokens", "micro_batch"),
-    *("precision", "compile", "seed", "name", "out"),
+    *("device", "precision", "compile", "seed", "name", "out"),
 )
 EXAMPLES = (
     ("optim=muon optim.lr=0.01", "another optimizer, another learning rate"),

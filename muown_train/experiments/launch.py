@@ -81,7 +81,8 @@ def make_measuring_task(status: GridPointStatus, measure: str, ranks: int = 1) -
         measure: one of `Grid.measure`.
     """
     kind, *words = shlex.split(measure)
-    command = [*make_launch_words(ranks), "analyze", kind, str(status.folder), *words]
+    device = [f"--{word}" for word in status.point.overrides if word.startswith("device=")]
+    command = [*make_launch_words(ranks), "analyze", kind, str(status.folder), *words, *device]
     log = f"{status.folder.name}-{kind}"
     return Task(status.point.name, log, command, kind, lambda: kind, lambda: f"{kind} measured")
 

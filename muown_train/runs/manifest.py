@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torch import nn
 
 from muown_train.config.schema import TrainerSettings
+from muown_train.models.language_model import LanguageModel
 from muown_train.optim import Combined
 from muown_train.optim.core.matrix import MatrixOptimizer
 from muown_train.runtime.atomic_files import write_atomic
 from muown_train.runtime.distributed import World
 from muown_train.runtime.formatting import escape_controls
 from muown_train.runtime.hardware import get_device_name
+from muown_train.runtime.network import NcclNetwork, read_nccl_network
 from muown_train.runtime.redaction import redact_tree
 
 _PACKAGES = (
@@ -32,7 +33,7 @@ _PACKAGES = (
 
 
 def describe(
-    model: nn.Module,
+    model: LanguageModel,
     optimizer: Combined,
     data: Mapping[str, Any],
     settings: TrainerSettings,
@@ -45,12 +46,16 @@ def describe(
         data: metadata of the data.
         initial_weights: metadata of the weights that the run started with, if not from scratch.
     """
+    network = read_nccl_network() if world.size > 1 and world.device.type == "cuda" else None
     return {
         "versions": {"python": platform.python_version()} | {name: _find_version(name) for name in _PACKAGES},
         "git_commit": _find_git_commit(),
         "command": sys.argv[1:],
         "device": get_device_name(world.device),
+        "device_type": world.device.type,
         "ranks": world.size,
+        "attention": model.name_attention(settings.seq_len, settings.autocast),
+        "network": network._asdict() if network else None,
         "threads": torch.get_num_threads(),
         "parameters": sum(p.numel() for p in model.parameters()),
         "settings": asdict(settings),
@@ -111,6 +116,7 @@ def show(manifest: Mapping[str, Any], folder: Path) -> None:
         f"  {manifest['parameters']:,} parameters, {settings['steps']:,} steps of {settings['batch_tokens']:,} tokens "
         f"({amount}), {precision} on {manifest['ranks']} x {manifest['device']}"
     )
+    print(f"  {_describe_device(manifest)}")
     of = manifest["data"].get("tokens")
     if of and tokens >= 1.05 * of:
         print(f"  {tokens / of:.1f} epochs: there are {of:,} tokens to train on, which are passed several times")
@@ -129,6 +135,19 @@ def show(manifest: Mapping[str, Any], folder: Path) -> None:
         for pattern, own in group["patterns"].items():
             print(f"  {'':<9}   {pattern}: " + ", ".join(f"{key} {value}" for key, value in own.items()))
     sys.stdout.flush()
+
+
+def _describe_device(manifest: Mapping[str, Any]) -> str:
+    """Return one line on the kind of device, what computes attention, and the network that ranks send over."""
+    parts = [f"device {manifest['device_type']}"]
+    if manifest["attention"]:
+        parts.append(f"attention by {manifest['attention']}")
+    if manifest["network"]:
+        network = NcclNetwork(**manifest["network"])
+        parts.append(f"NCCL over {network.name}")
+        if network.is_slow:
+            parts[-1] += f" (TCP) between {network.nodes} nodes, which is slow: see NCCL_NET in slurm/train.sbatch"
+    return ", ".join(parts)
 
 
 def _find_version(package: str) -> str | None:

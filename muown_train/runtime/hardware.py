@@ -1,6 +1,8 @@
-"""Properties of devices: rates of GPUs, for MFU and for estimates, and the precision that `auto` stands for."""
+"""The device of a process, and properties of devices: rates of GPUs, for MFU and for estimates, and what `auto` is."""
 
+import os
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,20 +61,101 @@ def find_gpu(name: str) -> Gpu:
     raise ValueError(f"there is no device {name}{suggest_nearest(name, GPUS)}; there are {', '.join(GPUS)}")
 
 
-def find_device(name: str | None) -> torch.device:
+def find_device(
+    name: str | None = None, option: str = "--device ", local_rank: int = 0, folder: Path = Path("/dev")
+) -> torch.device:
     """Return the device of that name, such as cpu or cuda:1; by default a GPU if there is one, and else the CPU.
+
+    A machine with NVIDIA GPUs that torch does not reach is an error, unless the CPU is asked for: a run that trains on
+    the CPU would look like one that is merely slow.
+
+    Args:
+        name: None or "auto" for the default; "cuda" is the GPU of `local_rank`.
+        option: what comes before the name where the user gives it, for messages.
+        local_rank: the number of this process on its machine.
+        folder: where the system has its devices.
 
     Raises:
         ValueError: the machine has no such device, or torch cannot use it.
+        ConnectionError: torch is built for GPUs, but reaches none of those that the machine has.
     """
+    reached = torch.cuda.is_available()
+    if name in (None, "auto"):
+        sign = None if reached else find_sign_of_gpus(folder)
+        if sign and not (torch.version.cuda or torch.version.hip):
+            raise ValueError(f"this machine has NVIDIA GPUs ({sign}), but {_explain_build(option)}")
+        if sign:
+            raise ConnectionError(f"this machine has GPUs ({sign}), but {_explain_driver(option)}")
+        name = "cuda" if reached else "cpu"
+    elif name == "cuda" and not (torch.version.cuda or torch.version.hip):
+        raise ValueError(f"{option}cuda cannot be used: {_explain_build(option)}")
+    if name == "cuda" and reached:
+        name = f"cuda:{_choose_gpu(local_rank)}"
     try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(str(name))
         if not torch.amp.is_autocast_available(device.type):
             raise RuntimeError("give cpu or cuda")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
         raise ValueError(f"device {name} cannot be used: {str(error).splitlines()[0]}") from error
     return device
+
+
+def find_sign_of_gpus(folder: Path = Path("/dev")) -> str | None:
+    """Return what says that this process may use NVIDIA GPUs, such as /dev/nvidia0; None if nothing does.
+
+    CUDA_VISIBLE_DEVICES that names no device hides those that there are.
+
+    Args:
+        folder: where the system has its devices.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        named = re.match(r"\s*(\d|GPU-|MIG-)", visible)  # not -1, nor SLURM's NoDevFiles
+        return f"CUDA_VISIBLE_DEVICES={visible}" if named else None
+    count = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+    if count.isdigit() and int(count):
+        return f"SLURM_GPUS_ON_NODE={count}"
+    # a job of SLURM sees the files of GPUs that it did not ask for, but cannot open them
+    files = sorted(folder.glob("nvidia[0-9]*"))
+    return next((str(file) for file in files if os.access(file, os.R_OK | os.W_OK)), None)
+
+
+def _explain_build(option: str) -> str:
+    return (
+        f"torch {torch.__version__} is built without CUDA: `pip install --force-reinstall torch --index-url "
+        "https://download.pytorch.org/whl/cu128` installs one that is built for CUDA 12.8, and "
+        f"{option}cpu does without GPUs"
+    )
+
+
+def _explain_driver(option: str) -> str:
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        reason = "it counts none"
+    except (RuntimeError, AssertionError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    return (
+        f"torch {torch.__version__}, built for {built}, reaches none ({reason}): `nvidia-smi` shows whether the driver "
+        f"works and is new enough, and {option}cpu does without GPUs"
+    )
+
+
+def _choose_gpu(local_rank: int) -> int:
+    """Return the number of this rank's GPU among those that the process sees.
+
+    Raises:
+        ValueError: there is none for this rank.
+    """
+    count = torch.cuda.device_count()
+    if local_rank < count:
+        return local_rank
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    # srun --gpus-per-task=1 shows each task its own GPU, while torchrun's ranks all see the same
+    if count == 1 and visible and "," not in visible and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 0
+    raise ValueError(f"LOCAL_RANK={local_rank} has no GPU: this machine shows {count}, so start at most {count} ranks")
 
 
 def get_device_name(device: torch.device) -> str:

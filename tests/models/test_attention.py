@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 
 from muown_train.models import attention
-from muown_train.models.attention import blockwise_attention, causal_attention
+from muown_train.models.attention import blockwise_attention, causal_attention, name_implementation
 
 
 def inputs(length, dtype=torch.float64, heads=2, size=8):
@@ -51,3 +52,32 @@ def test_under_autocast_probabilities_stay_in_bfloat16():
     with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         blockwise_attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
     assert kept and torch.float32 not in kept  # casts to float32 and back would cost more than the products
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length", "name"),
+    [
+        (torch.bfloat16, attention.LONGEST, "blocks of queries"),
+        (torch.bfloat16, attention.LONGEST + 1, "FlashAttention"),
+        (torch.float32, 64, "FlashAttention"),
+        (torch.float64, 64, "FlashAttention"),
+    ],
+    ids=str,
+)
+def test_the_name_of_the_implementation(dtype, length, name):
+    assert name_implementation(torch.empty(1, 2, length, 16, dtype=dtype, requires_grad=True)) == name
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        (SDPBackend.CUDNN_ATTENTION, "cuDNN"),
+        (SDPBackend.EFFICIENT_ATTENTION, "memory-efficient attention"),
+        (SDPBackend.MATH, "plain products"),
+        (SDPBackend.OVERRIDEABLE, "OVERRIDEABLE"),
+    ],
+    ids=str,
+)
+def test_what_torch_chooses_on_other_devices(monkeypatch, backend, name):
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda q, k, v, is_causal: backend.value)
+    assert name_implementation(torch.empty(1, 2, 64, 16)) == name

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from muown_train.models.attention import KeyValueCache
+from muown_train.models.attention import KeyValueCache, observe_attention
 from muown_train.models.language_model import build_model
 from tests.models import test_gpt, test_qwen2, test_speedrun, test_track3
 
@@ -63,3 +63,17 @@ def test_a_model_is_built_from_its_settings_if_it_reads_whole_rows():
         build_model(settings, 33)
     with pytest.raises(ValueError, match=r"model.layer is no setting of GPT \(did you mean layers\?\)"):
         build_model(settings | {"layer": 2}, 32)
+
+
+@every_model
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_attention_is_named_for_is_what_it_gets(small, dtype, monkeypatch):
+    """The name of the implementation is asked for q as the model gives it to attention in training."""
+    model, asked, given = small(), [], []
+    monkeypatch.setattr("muown_train.models.language_model.name_implementation", asked.append)
+    model.name_attention(20, dtype == torch.bfloat16)
+    ids = torch.randint(97, (1, 20))
+    with observe_attention(lambda q, k, scale: given.append(q)), torch.autocast("cpu", dtype, dtype == torch.bfloat16):
+        model(ids, ids)
+    assert asked[0].shape == given[0].shape and asked[0].dtype == given[0].dtype
+    assert asked[0].requires_grad

@@ -8,9 +8,11 @@ ranks have moved travel after its step. Waiting for data, evaluations and checkp
 
 from dataclasses import dataclass
 
+from muown_train.analysis.cost.memory import FLOAT
 from muown_train.models.language_model import LanguageModel
 from muown_train.optim import Combined
 from muown_train.optim.sharding import assign_owners, estimate_step_cost
+from muown_train.runtime.distributed import BUCKET_MB
 from muown_train.runtime.hardware import Gpu
 
 # The share of a GPU's peak rate that a model's passes attain, compiled or not.
@@ -26,7 +28,6 @@ MFU = {True: 0.43, False: 0.33}
 # the steps of SOAP there.
 OPTIMIZER_MFU = 0.15
 LINK = 0.70  # the share of a link's rate that collectives attain, commonly 70 to 80 %
-LAST_BUCKET = 25 * 2**20  # bytes of DistributedDataParallel's buckets, but for a parameter that is larger
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,12 @@ def estimate_step_time(
     backward = passes / accumulation * (recomputed - 1 / 3) / recomputed
     sizes = [p.numel() for p in model.parameters()]
     all_reduce = 2 * (ranks - 1) / ranks * gradient_bytes / get_link_rate(gpu, ranks)  # seconds for each number
-    last = min(max(sizes[0], LAST_BUCKET // 4), sum(sizes))
+    last = min(max(sizes[0], BUCKET_MB * 2**20 // FLOAT), sum(sizes))
     return StepTime(
         passes,
         _time_optimizer(optimizer, gpu, autocast, owners),
         max(sum(sizes) * all_reduce - backward, last * all_reduce),
-        4 * sum(sizes) / get_link_rate(gpu, owners) if owners > 1 else 0.0,
+        FLOAT * sum(sizes) / get_link_rate(gpu, owners) if owners > 1 else 0.0,
     )
 
 

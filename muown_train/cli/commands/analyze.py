@@ -66,6 +66,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
         own.add_argument(
             "--out", type=Path, metavar="DIR", help="write results to DIR/NAME_OF_RUN/ (default RUN/analysis)"
         )
+        own.add_argument("--device", default="auto", help="cpu or cuda (default GPUs if there are some)")
         for name, default, meaning in read_options(kind):
             own.add_argument(f"--{name}", type=int, default=default, help=meaning)
     arguments = parser.parse_args(words)
@@ -250,5 +251,5 @@ def main(words: Sequence[str]) -> None:
     with report_errors([]):
         from muown_train.runtime.distributed import join_world
 
-        with join_world() as world:
+        with join_world(device_name=arguments.device) as world:
             analyze(arguments, world)

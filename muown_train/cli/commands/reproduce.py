@@ -11,7 +11,7 @@
     device, mfu  of a plan: a GPU, such as H100-80GB; a known MFU in place of the estimate
     network      of a plan: GB/s of a GPU's way to other nodes
     page         of a report: a page that shows it, such as docs/results.md, to be brought up to date
-    KEY=VALUE    anything else is a setting for every run, such as data.path=DIR or paper_exact=true
+    KEY=VALUE    anything else is a setting for every run, such as data.path=DIR, paper_exact=true or device=cpu
 
 run     trains the missing runs here, goes on with those that were cut off, and measures checkpoints where the
         experiment asks for it; Ctrl-C stops all of them, saved
@@ -139,7 +139,7 @@ def parse_request(words: Sequence[str]) -> Request:
             request.series = word.partition("=")[2].strip("[]").split(",")
         elif override.is_sweep_override():
             raise ValueError(f"{word} is several values: the grid is the experiment's, others are one for all runs")
-        elif override.key_or_group in KEYS:
+        elif override.key_or_group in KEYS and word not in ("device=auto", "device=cpu", "device=cuda"):
             setattr(request, override.key_or_group, override.value())
         else:
             overrides.append(word)
