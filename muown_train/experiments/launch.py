@@ -183,7 +183,9 @@ class Launcher:
             self._leave(task)
             return
         slot = min(set(range(self.jobs)) - {job.slot for job in self.running})
-        environment = os.environ | {"OMP_NUM_THREADS": str(self._count_threads())}
+        # torchrun gives ranks 30 seconds to save, unless it is told otherwise
+        environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"} | os.environ
+        environment["OMP_NUM_THREADS"] = str(self._count_threads())
         if self.gpus:
             mine = range(slot * self.ranks, (slot + 1) * self.ranks)
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(_list_gpu_names(self.gpus)[i] for i in mine)

@@ -54,6 +54,7 @@ def test_runs_side_by_side_have_gpus_of_their_own(tmp_path, monkeypatch, given, 
         ",".join(names[:2]),
     ]
     assert all("--nproc-per-node=2" in words and "muown_train" in words for words, _ in started)
+    assert {env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] for _, env in started} == {"600"}  # ranks have time to save
     assert {env["OMP_NUM_THREADS"] for _, env in started} == {str(max(1, len(os.sched_getaffinity(0)) // 4))}
     with pytest.raises(ValueError, match="jobs=3 runs of ranks=2 need 6 GPUs, there are 4"):
         Launcher(tmp_path, 3, 2, 4)
