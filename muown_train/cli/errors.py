@@ -6,13 +6,13 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from muown_train.cli.messages import explain_error
+from muown_train.cli.messages import explain_error, lacks_descriptors
 from muown_train.cli.process import is_output_closed
 from muown_train.runs.status import RepeatedFailure
 from muown_train.runtime.formatting import escape_controls
@@ -48,7 +48,7 @@ def report_errors(settings: list[str] | None = None) -> Iterator[None]:
         if os.environ.get("MUOWN_TRACEBACK") == "1" or (isinstance(error, BrokenPipeError) and is_output_closed()):
             raise
         is_temporary = isinstance(error, CommandFailed | ConnectionError)
-        is_temporary |= isinstance(error, OSError) and error.errno in _TEMPORARY
+        is_temporary |= lacks_descriptors() or (isinstance(error, OSError) and error.errno in _TEMPORARY)
         exit_with(f"error: {explain_error(error, settings)}", FAILED if is_temporary else WRONG)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "can't start new thread" not in str(error):
@@ -60,7 +60,8 @@ def report_errors(settings: list[str] | None = None) -> Iterator[None]:
 def exit_with(sentence: str, status: int) -> NoReturn:
     """Print a sentence on standard error, after this process's rank if it has one, and exit."""
     rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-    print(escape_controls(f"{rank}{sentence}"), file=sys.stderr, flush=True)
+    with suppress(OSError):  # nobody reads it, or the disk is full; the status tells too
+        print(escape_controls(f"{rank}{sentence}"), file=sys.stderr, flush=True)
     sys.exit(status)
 
 

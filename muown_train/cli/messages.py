@@ -4,6 +4,7 @@ import errno
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from typing import NoReturn
 
@@ -20,7 +21,7 @@ from muown_train.runtime.suggest import explain_stray_word, find_nearest_key, su
 _EPOCH = "tokens=, the tokens to train on; an epoch is one pass over the data, so E epochs of N tokens are tokens=E*N"
 _STEPS = "tokens= or tokens_per_parameter=; a run has tokens / batch_tokens steps"
 _WARMUP = "schedule.warmup=, a fraction of the run from 0 to 1: steps / all steps"
-_DEVICE = "no setting: a GPU is used where there is one, and CUDA_VISIBLE_DEVICES= in front of the command hides it"
+_DEVICE = "device=auto, cpu or cuda; by default a GPU is used where there is one"
 _RANKS = "no setting: torchrun --nproc-per-node=GPUS -m muown_train … trains on several GPUs"
 _RESUME = "no setting: the same command goes on from the run's last checkpoint by itself"
 _SOURCE = "model=, one of this package's, and init_from=FOLDER for the weights of a run or of a Hugging Face folder"
@@ -30,7 +31,7 @@ HINTS = {
     **dict.fromkeys(("steps", "max_steps", "num_steps", "total_steps", "train_steps", "max_train_steps"), _STEPS),
     **dict.fromkeys(("num_iterations", "iterations", "iters", "max_iters", "train_iters"), _STEPS),
     **dict.fromkeys(("max_tokens", "total_tokens", "train_tokens"), "tokens=, the tokens to train on"),
-    **dict.fromkeys(("device", "devices", "accelerator", "use_cuda", "cuda", "use_cpu", "no_cuda"), _DEVICE),
+    **dict.fromkeys(("devices", "accelerator", "use_cuda", "cuda", "use_cpu", "no_cuda"), _DEVICE),
     **dict.fromkeys(("gpus", "num_gpus", "n_gpu", "nproc", "nproc_per_node", "num_nodes", "world_size"), _RANKS),
     **dict.fromkeys(("lr", "learning_rate", "base_lr", "max_lr", "peak_lr"), "optim.lr=, the largest learning rate"),
     **dict.fromkeys(("weight_decay", "wd"), "optim.weight_decay="),
@@ -95,9 +96,23 @@ def explain_error(error: BaseException, overrides: Sequence[str]) -> str:
     Args:
         overrides: the `key=value` words that were given, among which the cause may stand.
     """
-    sentence = _explain_override(overrides) or _explain_key(str(error), overrides) or _explain_exception(error)
+    sentence = None
+    with suppress(Exception):  # these read configuration files, which may not be possible any more
+        sentence = _explain_override(overrides) or _explain_key(str(error), overrides)
+    sentence = sentence or _explain_exception(error)
+    if lacks_descriptors():  # a file that cannot be opened may have passed for one that is not there
+        sentence += " (this process may open no more files: see `ulimit -n`)"
     sentence = escape_controls(redact(sentence))
     return re.sub(r"\w{200,}", lambda word: f"{word[0][:40]}… ({len(word[0])} characters)", sentence)
+
+
+def lacks_descriptors() -> bool:
+    """Return whether this process, or the machine, can open no more files."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return error.errno in (errno.EMFILE, errno.ENFILE)
+    return False
 
 
 def _explain_override(overrides: Sequence[str]) -> str | None:

@@ -81,7 +81,7 @@ def train(config: RunConfig, overrides: Sequence[str]) -> float:
                 from muown_train.training.build import build_run
                 from muown_train.training.continuation import continue_from_checkpoint
 
-            world = stack.enter_context(join_world())
+            world = stack.enter_context(join_world(device_name=config.device))
             if refusal := world.gather(refusal)[0]:
                 raise refusal
             # the newest checkpoint may change meanwhile, so one rank looks for all
@@ -146,7 +146,7 @@ def train_run(run: "Run") -> "Outcome":
     try:
         return run.train()
     except ValueError as error:
-        raise RuntimeError(f"training failed after step {run.trainer.step}") from error
+        raise RuntimeError(f"training failed after step {run.trainer.step}: {error}") from error
     except torch.OutOfMemoryError as error:
         sentence = f"{str(error).splitlines()[0]} Lower micro_batch, now {run.config.micro_batch}"
         raise CommandFailed(sentence) from error

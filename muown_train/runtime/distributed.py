@@ -7,6 +7,7 @@ no process group is made.
 
 import inspect
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,15 +17,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from muown_train.runtime.heartbeat import LOST_AFTER, HeartbeatMonitor, connect_heartbeat, explain_lost_rank
+from muown_train.runtime.hardware import find_device
+from muown_train.runtime.heartbeat.connect import connect_heartbeat
+from muown_train.runtime.heartbeat.explain import describe_error, explain_lost_rank
+from muown_train.runtime.heartbeat.monitor import LATE_AFTER, LOST_AFTER, HeartbeatMonitor
+from muown_train.runtime.network import log_nccl, translate_error
 
 START_TIMEOUT = timedelta(minutes=10)  # the time for all ranks to start
-# the time limit of a collective; a rank that is alive may be this late, for example while it waits for data
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+# a collective waits this much longer for a late rank than the heartbeat, which says which rank is late
+_LATE_MARGIN = timedelta(minutes=2)
+BUCKET_MB = 128  # gradients that are reduced together: few messages, and some that travel during the backward pass
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,7 @@ class World:
     size: int
     device: torch.device
     heartbeat: HeartbeatMonitor | None = field(default=None, compare=False, repr=False)
+    timeout: timedelta | None = None  # the time limit of a collective; None for that of torch
 
     @property
     def is_main(self) -> bool:
@@ -44,6 +52,16 @@ class World:
         """Note the step that is done, for the message if a rank is lost."""
         if self.heartbeat:
             self.heartbeat.step = step
+
+    def keep_verdict(self, keep: Callable[[str], None] | None) -> None:
+        """Call `keep` with the reason, in another thread, before this process ends because of another rank."""
+        if self.heartbeat:
+            self.heartbeat.on_verdict = keep
+
+    def explain(self, error: BaseException) -> str:
+        """Return the reason of an error in one line: the rank that is lost, late or has failed, or the error itself."""
+        lost = self.heartbeat.explain(error) if self.heartbeat else explain_lost_rank(error)
+        return lost or describe_error(error)
 
     def run_on_main(self, action: Callable[[], Any]) -> Any:
         """Run an action on the main rank and return its result on every rank; an error is raised on every rank too."""
@@ -75,6 +93,17 @@ class World:
         return values
 
 
+def group_ranks_by_node(world: World) -> list[list[int]]:
+    """Return the ranks of each node; a collective call.
+
+    A node is a host, and a launcher on it, so that two of torchrun's on one host count as two nodes.
+    """
+    nodes: dict[Any, list[int]] = {}
+    for rank, node in enumerate(world.gather((socket.gethostname(), os.environ.get("GROUP_RANK")))):
+        nodes.setdefault(node, []).append(rank)
+    return list(nodes.values())
+
+
 def wrap_in_ddp(model: nn.Module, device: torch.device, in_bfloat16: bool = False) -> nn.Module:
     """Return the model in DistributedDataParallel; its buffers are constants, so DDP does not synchronise them.
 
@@ -91,54 +120,76 @@ def wrap_in_ddp(model: nn.Module, device: torch.device, in_bfloat16: bool = Fals
     for p in model.parameters():
         if p.requires_grad:  # DDP moves these gradients into its buckets; gradients made later would exist twice
             p.grad = torch.zeros_like(p)
-    replica = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **options)
+    # torch would split compiled code at DDP's buckets, and counts a parameter in a flat buffer as the whole buffer
+    torch._dynamo.config.optimize_ddp = False
+    replica = DistributedDataParallel(
+        model, device_ids=devices, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True, **options
+    )
     if in_bfloat16:
         # the hook is wrapped since DDP refuses the original, by its name, without NCCL, though gloo has bfloat16
         replica.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
     return replica
 
 
-def _init_process_group(rank: int, size: int, backend: str) -> None:
+def count_collectives() -> int:
+    """Return how many collectives this process has launched, in all groups; any thread may ask."""
+    groups: list[Any] = list(distributed_c10d._world.pg_map)  # torch has no public way to know them
+    return sum(group._get_sequence_number_for_group() for group in groups)
+
+
+def _init_process_group(rank: int, size: int, backend: str, timeout: timedelta) -> None:
     """Make the process group, whose ranks may take START_TIMEOUT to start."""
     try:
         store, _, _ = next(rendezvous("env://", rank, size, timeout=START_TIMEOUT))
     except dist.DistError as error:
         raise ConnectionError(f"the {size} ranks did not meet: {str(error).splitlines()[0]}") from error
-    store.set_timeout(COLLECTIVE_TIMEOUT)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+    store.set_timeout(timeout)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except RuntimeError as error:
+        if unreachable := translate_error(error):
+            raise unreachable from error
+        raise
 
 
 @contextmanager
-def join_world(lost_after: float = LOST_AFTER) -> Iterator[World]:
+def join_world(
+    lost_after: float = LOST_AFTER, late_after: float = LATE_AFTER, device_name: str = "auto"
+) -> Iterator[World]:
     """Join the ranks that the environment describes, and yield the world; the process group ends with the context.
 
-    When one of several ranks is lost, the others end with the reason (see `heartbeat`).
+    When one of several ranks is lost, fails or hangs, the others end with the reason (see `heartbeat.monitor`).
 
     Args:
         lost_after: seconds of silence after which a rank is lost.
+        late_after: seconds that the others wait for a rank that is alive.
+        device_name: auto, cpu or cuda, see `find_device`.
 
     Raises:
-        ValueError: there is no GPU for this rank.
-        ConnectionError: a collective failed because the process of another rank, not known which, has gone.
+        ValueError: there is no GPU for this rank, or torch cannot use it.
+        ConnectionError: torch reaches no GPU, ranks do not reach one another, or a collective failed because the
+            process of another rank, not known which, has gone.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        if local >= gpus:
-            raise ValueError(f"LOCAL_RANK={local} has no GPU: this machine shows {gpus}, so start at most {gpus} ranks")
-        device = torch.device("cuda", local)
+    device = find_device(device_name, "device=", int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    world = World(rank, size, device)
+        if size > 1 and rank == 0:
+            log_nccl()
+    timeout = timedelta(seconds=late_after) + _LATE_MARGIN
+    world = World(rank, size, device, timeout=timeout)
     if size == 1:
         yield world
         return
-    _init_process_group(rank, size, "nccl" if device.type == "cuda" else "gloo")
+    _init_process_group(rank, size, "nccl" if device.type == "cuda" else "gloo", timeout)
+    limits = lost_after, late_after
     try:
-        with connect_heartbeat(rank, world.gather, lost_after) or nullcontext() as heartbeat:
+        with connect_heartbeat(rank, world.gather, *limits, count_collectives) or nullcontext() as heartbeat:
             yield replace(world, heartbeat=heartbeat)
     except RuntimeError as error:
+        if unreachable := translate_error(error):
+            raise unreachable from error
         if explanation := explain_lost_rank(error):
             raise ConnectionError(explanation) from error
         raise

@@ -61,7 +61,7 @@ class StopSignal:
         self._pending: tuple[dist.Work, Tensor] | None = None
         self._previous_handlers: dict[signal.Signals, Any] = {}
         # gloo reduces on the host, so that the answer never waits for a GPU
-        self._group = dist.new_group(backend="gloo") if world.size > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=world.timeout) if world.size > 1 else None
 
     def __enter__(self) -> "StopSignal":
         self._previous_handlers = {

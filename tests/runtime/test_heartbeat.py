@@ -1,11 +1,16 @@
 """A rank that is killed, halted or failing ends the others with the reason, wherever their main threads are."""
 
+import errno
+import itertools
 import os
+import re
 import signal
 import socket
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,10 +22,13 @@ import torch
 
 from muown_train.runtime import distributed
 from muown_train.runtime.distributed import World, join_world
-from muown_train.runtime.heartbeat import HeartbeatMonitor, explain_lost_rank
+from muown_train.runtime.heartbeat import monitor
+from muown_train.runtime.heartbeat.explain import describe_error, explain_lost_rank
+from muown_train.runtime.heartbeat.monitor import HeartbeatMonitor
 from tests.helpers.ranks import free_port, start_process
 from tests.helpers.runs import wait_until
 
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 GOES_ON = "the same command goes on from the last checkpoint"
 
 
@@ -169,7 +177,7 @@ def test_an_error_of_one_rank_ends_the_others_after_its_own_message(ranks):
     with ranks(3, fail_on_rank_1) as others:
         assert "Traceback" in others.pop(1).end(within=10)[1]
         for other in others:
-            assert other.end(within=20) == lost(1, "it failed")
+            assert other.end(within=20) == (1, lost(1, "")[1].replace("is lost: ", "failed: no such file"))
 
 
 @pytest.mark.slow
@@ -185,33 +193,133 @@ def test_ranks_may_end_one_after_the_other(ranks, body):
         assert [rank.end(within=20) for rank in all_ranks] == [(0, "")] * 3
 
 
+class Ends(list):
+    """The exit statuses with which threads have ended this process, which goes on."""
+
+    def __call__(self, status: int) -> None:
+        self.append(status)
+        raise SystemExit  # ends the thread
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    ends = Ends()
+    monkeypatch.setattr(os, "_exit", ends)
+    monkeypatch.setattr(monitor, "_LEAVE_WITHIN", 0.1)
+    return ends
+
+
 @contextmanager
-def a_pair() -> Iterator[tuple[HeartbeatMonitor, socket.socket]]:
-    """The watch of rank 0 in this process, and the connection of a rank 1 played by the test."""
-    server = socket.create_server(("127.0.0.1", 0))
-    monitor = HeartbeatMonitor(0, ["here", "there"], server, "token", lost_after=10)
-    with monitor, socket.create_connection(server.getsockname()) as other:
-        other.sendall(b"token 1\n")
-        yield monitor, other
+def a_pair(*counts: Callable[[], int], **limits: float) -> Iterator[tuple[HeartbeatMonitor, HeartbeatMonitor]]:
+    """The watches of ranks 0 and 1, both in this process, which leave one after the other."""
+    ours, theirs = socket.socketpair()
+    limits = {"lost_after": 1.0} | limits
+    monitors = [
+        HeartbeatMonitor(rank, ["here", "there"], {1 - rank: connection}, **limits)
+        for rank, connection in enumerate((ours, theirs))
+    ]
+    for watch, count in zip(monitors, counts, strict=False):
+        watch._count_collectives = count
+    for watch in monitors:
+        watch.__enter__()
+    yield tuple(monitors)
+    leave_together(monitors)
 
 
-@pytest.mark.slow
-def test_strangers_are_neither_heard_nor_missed():
-    with a_pair() as (monitor, other):
-        strangers = [socket.create_connection(monitor._connection.getsockname()) for _ in range(3)]
-        strangers[0].sendall(b"lost 1 by my word\nbye\nfailed\n\xff\xfe\n")
-        strangers[1].sendall(b"GET / HTTP/1.1\r\n" * 1000)
-        strangers[2].close()
-        assert other.recv(100).startswith(b"alive")
-        other.sendall(b"al")
-        other.sendall(b"ive\nbye\n")
-        monitor._thread.join(0.3)
-        assert monitor._thread.is_alive()  # it leaves when told to
-    assert not monitor._thread.is_alive()
+def leave_together(monitors: Iterable[HeartbeatMonitor]) -> None:
+    """Close the monitors as ranks do that end at the same time: one waits a moment for the others."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(HeartbeatMonitor.close, monitors))
+
+
+def test_a_rank_that_is_late_is_named_with_its_place(ends, monkeypatch, capfd):
+    kept = []
+    monkeypatch.setattr(monitor, "_PACKAGE", Path(__file__).parents[1])
+    with a_pair(lambda: 5, lambda: 3, late_after=0.3) as (first, second):
+        first.step, second.step, first.on_verdict = 8, 7, kept.append
+        wait_until(lambda: len(ends) == 2)
+    assert ends == [1, 1] and first.verdict == second.verdict and kept == [first.verdict]
+    start, _, rest = first.verdict.partition("; it is in ")
+    assert start == "rank 1 on there is late: the others have waited 0 s for it"
+    assert re.fullmatch(rf"wait_until \(helpers/runs.py, line \d+\) \(after step 7\); {GOES_ON}", rest)
+    assert capfd.readouterr().err == f"{first.verdict}\n" * 2
+
+
+def test_a_rank_is_not_late_while_it_goes_on_or_when_the_others_wait_for_nobody(ends):
+    counts = itertools.count()
+    with a_pair(lambda: next(counts) + 100, lambda: next(counts), late_after=0.3):
+        time.sleep(0.6)
+    with a_pair(lambda: 5, lambda: 5, late_after=0.1):
+        time.sleep(0.4)
+    assert not ends
+
+
+def test_rank_0_is_late_too(ends):
+    with a_pair(lambda: 5, lambda: 6, late_after=0.2) as (_, second):
+        wait_until(lambda: len(ends) == 2)
+    assert second.verdict.startswith("rank 0 on here is late")
+
+
+def break_collective() -> None:
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:549] Connection closed by peer [127.0.0.1]:9")
+
+
+def test_a_broken_collective_is_explained_by_the_error_of_the_rank_that_failed(ends):
+    with a_pair() as (first, second), ThreadPoolExecutor(1) as pool:
+        pool.submit(second.close, KeyError("loss"))
+        with pytest.raises(RuntimeError) as caught:
+            break_collective()
+        assert first.explain(caught.value) == f"rank 1 on there failed: KeyError: 'loss' (after step 0); {GOES_ON}"
+        assert first.explain(RuntimeError("shapes do not match")) is None
+
+
+def test_errors_of_the_heartbeat_itself_end_no_run(ends, capfd):
+    def fail():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    for counts in ((fail, lambda: 0), (lambda: 0, fail)):
+        with a_pair(*counts, lost_after=0.5) as monitors:
+            time.sleep(0.8)  # beyond the silence that means a loss
+            assert sum(watch._thread.is_alive() for watch in monitors) == 1
+        assert capfd.readouterr().err.count("sends no more heartbeats ([Errno 24] Too many open files)") == 1
+    assert not ends
+
+
+def test_a_machine_without_threads_has_no_heartbeat_but_runs(ends, monkeypatch, capfd):
+    ours, theirs = socket.socketpair()
+    first, second = (HeartbeatMonitor(rank, ["a", "b"], {1 - rank: c}, 0.5) for rank, c in ((0, ours), (1, theirs)))
+    first.__enter__()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("no thread")))
+        second.__enter__()
+    time.sleep(0.8)
+    leave_together([first, second])
+    assert not ends and "rank 1 sends no more heartbeats (no thread)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error, says",
+    [
+        (ValueError("no number"), "no number"),
+        (KeyError("loss"), "KeyError: 'loss'"),
+        (MemoryError(), "MemoryError"),
+        (SystemExit("this rank leaves"), "this rank leaves"),
+        (OSError(5, "Input/output error", "/data/shard"), "[Errno 5] Input/output error: '/data/shard'"),
+        (
+            RuntimeError("two\nlines\u2028and\x1b[2J \ud800 hf_abcdefghijklmnopqrstuv"),
+            "two lines and\\x1b[2J \\ud800 ***",
+        ),
+        (RuntimeError("x" * 1_000_000), "x" * 1000),
+    ],
+)
+def test_an_error_is_one_line_for_others(error, says):
+    assert describe_error(error) == says
 
 
 def test_which_errors_mean_a_loss():
     gloo = RuntimeError("[gloo/transport/tcp/pair.cc:549] Connection closed by peer [127.0.0.1]:9\nmore")
     assert explain_lost_rank(gloo) == f"another rank is lost: {str(gloo).splitlines()[0]}; {GOES_ON}"
     assert explain_lost_rank(RuntimeError("shapes do not match")) is None
+    late = RuntimeError("[unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete")
+    assert explain_lost_rank(late).startswith("the ranks have waited for one another for too long, for which is not ")
     assert explain_lost_rank(ConnectionResetError("Connection reset by peer")) is None  # of a download
