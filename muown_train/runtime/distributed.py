@@ -137,15 +137,23 @@ def count_collectives() -> int:
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
-def _init_process_group(rank: int, size: int, backend: str, timeout: timedelta) -> None:
+def _init_process_group(rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
     """Make the process group, whose ranks may take START_TIMEOUT to start."""
+    on_gpu = device.type == "cuda"
     try:
         store, _, _ = next(rendezvous("env://", rank, size, timeout=START_TIMEOUT))
     except dist.DistError as error:
         raise ConnectionError(f"the {size} ranks did not meet: {str(error).splitlines()[0]}") from error
     store.set_timeout(timeout)
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=device if on_gpu else None,  # NCCL connects now, not within the first collective, nor guesses
+        )
     except RuntimeError as error:
         if unreachable := translate_error(error):
             raise unreachable from error
@@ -182,7 +190,7 @@ def join_world(
     if size == 1:
         yield world
         return
-    _init_process_group(rank, size, "nccl" if device.type == "cuda" else "gloo", timeout)
+    _init_process_group(rank, size, device, timeout)
     limits = lost_after, late_after
     try:
         with connect_heartbeat(rank, world.gather, *limits, count_collectives) or nullcontext() as heartbeat:
