@@ -33,6 +33,8 @@ class ConsoleSink:
         self.compiled = bool(config.get("compile"))
         if self.status.is_live:
             self.status.show(*self._describe_now())
+        elif self.compiled and self.first < steps:
+            self.status.print("compiling; the first step comes in a minute or more")
 
     def write(self, lines: Sequence[Line]) -> None:
         for line in lines:

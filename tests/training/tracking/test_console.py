@@ -27,6 +27,12 @@ def test_a_log_has_a_line_now_and_then_and_all_news(capsys):
     ]
 
 
+def test_a_log_says_that_the_model_is_compiled(capsys):
+    for compiled in (True, False):
+        ConsoleSink(lambda: (0, ""), every=1e9).start(None, {"compile": compiled}, 300)
+    assert capsys.readouterr().out == "compiling; the first step comes in a minute or more\n"
+
+
 USUAL = {
     "step": 4990,
     "tokens": 2_000_000_000,
