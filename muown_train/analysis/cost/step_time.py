@@ -24,8 +24,9 @@ from muown_train.runtime.hardware import Gpu
 # gives 25 % at 124M, 33 % at 500M and 37 % at 2.7B.
 MFU = {True: 0.43, False: 0.33}
 # The share that an optimizer's products attain in bfloat16. Newton-Schulz of 48 matrices of 768 x 768 and of 12 of
-# 4096 x 768 ran at 152 and 142 TFLOP/s of 989 on the H200. In float32 products attain the share that a model's do, by
-# the steps of SOAP there.
+# 4096 x 768 ran at 152 and 142 TFLOP/s of 989 on the H200. Wider matrices were not measured; they are perhaps faster,
+# though the paper's step times at width 1280 tell 110 to 120. In float32 products attain the share that those of a
+# model do, by the steps of SOAP on the H200.
 OPTIMIZER_MFU = 0.15
 LINK = 0.70  # the share of a link's rate that collectives attain, commonly 70 to 80 %
 
