@@ -1,5 +1,6 @@
 """Programs whose output nobody reads to its end, as in `… | head`: they end quietly."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -173,6 +174,15 @@ def test_a_machine_that_gives_no_more_is_one_sentence(capsys, error):
     assert end.value.code == FAILED and "this machine gives the process no more" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="other"), report_errors([]):
         raise RuntimeError("other")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ENFILE])
+def test_what_cannot_be_read_now_is_no_wrong_setting(capsys, number):
+    with pytest.raises(SystemExit) as end, report_errors([]):
+        raise OSError(number, os.strerror(number), "/runs/a/index.json")
+    said = capsys.readouterr().err
+    assert end.value.code == FAILED and said.startswith("error: ") and said.count("\n") == 1
+    assert "/runs/a/index.json" in said and os.strerror(number) in said
 
 
 @pytest.mark.parametrize("closed", ["stdout", "stdin", "stderr"])
