@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="as for training: model=124m optim=muown …")
     parser.add_argument("--rounds", type=parse_count(), default=5, help="number of rounds (default 5)")
     parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default that of temporary files)")
-    parser.add_argument("--device", type=parse_device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=parse_device, default="auto", help="cpu or cuda")
     arguments = parser.parse_args()
     with report_errors(arguments.overrides):
         device = torch.device(arguments.device)

@@ -157,7 +157,7 @@ def main() -> None:
         type=parse_count(most=1024),
         help="threads of a process (default all cores; with --ranks its share)",
     )
-    parser.add_argument("--device", type=parse_device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=parse_device, default="auto", help="cpu or cuda")
     parser.add_argument("--compile", action="store_true", help="add compiled optimizers")
     parser.add_argument(
         "--ranks", type=parse_count(most=1024), default=1, help="compare replicated with sharded over so many processes"

@@ -93,7 +93,8 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", metavar="SETTING", help=f"settings of both (default {DEFAULT})")
     parser.add_argument("--rounds", type=parse_count(2), default=21, help="steps of each (default 21)")
     arguments = parser.parse_args()
-    with report_errors(arguments.settings), join_world() as world:
+    devices = [word.removeprefix("device=") for word in arguments.settings if word.startswith("device=")]
+    with report_errors(arguments.settings), join_world(device_name=(devices or ["auto"])[-1]) as world:
         folder = world.run_on_main(tempfile.mkdtemp)
         try:
             compare(arguments.settings or split_words(DEFAULT), arguments.rounds, folder, world)

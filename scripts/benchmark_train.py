@@ -274,7 +274,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    with join_world() as world:
+    devices = [word.removeprefix("device=") for word in arguments.common if word.startswith("device=")]
+    with report_errors([]), join_world(device_name=(devices or ["auto"])[-1]) as world:
         if world.size > 1 and arguments.against:
             parser.error("--against is for one process: leave torchrun out")
         folder = world.run_on_main(tempfile.mkdtemp)

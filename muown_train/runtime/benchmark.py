@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from muown_train.runtime.hardware import find_device
+
 
 def parse_device(word: str) -> str:
-    """Return the name of a device that this machine has; a `type` for argparse."""
+    """Return the name of a device that this machine has, cpu or cuda for auto; a `type` for argparse."""
     try:
-        torch.empty(1, device=word)
-    except (RuntimeError, AssertionError) as error:
-        reason = next(iter(str(error).splitlines()), "")
-        raise argparse.ArgumentTypeError(f"{word[:40]} is no device of this machine: {reason[:200]}") from error
-    return word
+        device = find_device(word)
+    except (ValueError, ConnectionError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return device.type if word in ("auto", "cuda") else word
 
 
 def read_clock(device: torch.device) -> float:

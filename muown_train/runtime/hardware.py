@@ -97,7 +97,7 @@ def find_device(
             raise RuntimeError("give cpu or cuda")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
-        raise ValueError(f"device {name} cannot be used: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"device {str(name)[:40]} cannot be used: {str(error).splitlines()[0][:200]}") from error
     return device
 
 

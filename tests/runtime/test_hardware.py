@@ -1,9 +1,12 @@
 """The device of a process: GPUs that torch does not reach are an error, unless the CPU is asked for."""
 
+from argparse import ArgumentTypeError
+
 import pytest
 import torch
 
 from muown_train.config.compose import load_config
+from muown_train.runtime.benchmark import parse_device
 from muown_train.runtime.distributed import join_world
 from muown_train.runtime.hardware import find_device, find_sign_of_gpus
 
@@ -132,3 +135,14 @@ def test_device_is_a_setting_that_defines_no_run():
     assert (auto.device, cpu.device, auto.name) == ("auto", "cpu", cpu.name)
     with pytest.raises(ValueError, match="device='cuda:1' must be auto, cpu or cuda"):
         load_config(["device=cuda:1"])
+
+
+def test_devices_of_benchmarks(torch_for, monkeypatch):
+    torch_for("12.8", gpus=2)
+    assert [parse_device(word) for word in ("auto", "cuda", "cuda:1", "cpu")] == ["cuda", "cuda", "cuda:1", "cpu"]
+    torch_for(None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ArgumentTypeError, match="built without CUDA"):
+        parse_device("auto")
+    with pytest.raises(ArgumentTypeError, match="device gpu cannot be used"):
+        parse_device("gpu")
