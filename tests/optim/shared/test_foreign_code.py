@@ -307,6 +307,19 @@ def test_named_parameters_are_matched_by_name(kind):
         other.load_state_dict(one.state_dict())
 
 
+@each
+def test_named_parameters_of_one_shape_may_come_in_another_order(kind):
+    """By position the momentum of one would be loaded as that of the other, without an error."""
+    named = [(name, make_parameter(4, 6, seed=i)) for i, name in enumerate("ab")]
+    one = kind(named, lr=0.1)
+    take_steps(one, range(2))
+    twins = [(name, torch.nn.Parameter(p.detach().clone())) for name, p in named]
+    two = kind(twins[::-1], lr=0.1)
+    two.load_state_dict(one.state_dict())
+    for (_, p), (_, twin) in zip(named, twins, strict=True):
+        assert all(torch.equal(s, two.state[twin][key]) for key, s in one.state[p].items())
+
+
 def test_names_that_are_not_unique_do_not_decide():
     """Two submodules, whose groups were made apart, may use one name."""
 
