@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -210,14 +210,14 @@ def ends(monkeypatch):
 
 
 @contextmanager
-def a_pair(*counts: Callable[[], int], **limits: float) -> Iterator[tuple[HeartbeatMonitor, HeartbeatMonitor]]:
-    """The watches of ranks 0 and 1, both in this process, which leave one after the other."""
-    ours, theirs = socket.socketpair()
+def a_pair(
+    *counts: Callable[[], int], hosts: Sequence[str] = ("here", "there"), **limits: float
+) -> Iterator[tuple[HeartbeatMonitor, ...]]:
+    """The watches of ranks 0 and 1, or more, all in this process, which leave together."""
     limits = {"lost_after": 1.0} | limits
-    monitors = [
-        HeartbeatMonitor(rank, ["here", "there"], {1 - rank: connection}, **limits)
-        for rank, connection in enumerate((ours, theirs))
-    ]
+    ends = {rank: socket.socketpair() for rank in range(1, len(hosts))}
+    monitors = [HeartbeatMonitor(0, list(hosts), {rank: end for rank, (end, _) in ends.items()}, **limits)]
+    monitors += [HeartbeatMonitor(rank, list(hosts), {0: end}, **limits) for rank, (_, end) in ends.items()]
     for watch, count in zip(monitors, counts, strict=False):
         watch._count_collectives = count
     for watch in monitors:
@@ -258,6 +258,13 @@ def test_rank_0_is_late_too(ends):
     with a_pair(lambda: 5, lambda: 6, late_after=0.2) as (_, second):
         wait_until(lambda: len(ends) == 2)
     assert second.verdict.startswith("rank 0 on here is late")
+
+
+def test_of_several_that_wait_the_one_they_wait_for_is_late(ends):
+    counts = [lambda: 5, lambda: 4, lambda: 3]  # rank 1 waits in a group with rank 2, and rank 0 in one of all
+    with a_pair(*counts, hosts="abc", late_after=0.2) as monitors:
+        wait_until(lambda: len(ends) == 3)
+    assert all(watch.verdict.startswith("rank 2 on c is late") for watch in monitors)
 
 
 def break_collective() -> None:

@@ -212,12 +212,11 @@ class HeartbeatMonitor:
         most = max(beat.collectives for beat in beats.values())
         behind = {(rank, beat.collectives) for rank, beat in beats.items() if beat.collectives < most}
         self._behind = {key: self._behind.get(key, now) for key in behind}
-        if not self._behind:
-            return
-        (rank, _), since = min(self._behind.items(), key=lambda item: item[1])
-        if now - since > self.late_after:
+        waited = now - min(self._behind.values(), default=now)
+        if waited > self.late_after:
+            rank, _ = min(self._behind, key=lambda key: key[1])  # those who wait in a collective with it have more
             place = f"; it is in {beats[rank].place}" if beats[rank].place else ""
-            self._decide(rank, f"is late: the others have waited {now - since:,.0f} s for it{place}", beats[rank].step)
+            self._decide(rank, f"is late: the others have waited {waited:,.0f} s for it{place}", beats[rank].step)
 
     def _look_at_main_thread(self) -> Beat:
         """Return what this rank says of itself; its place is the innermost function of this package."""
