@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from muown_train.models.gpt import compute_mlp_hidden
 from muown_train.optim import SOAP, Muon, Muown, NorMuon
-from muown_train.optim.core.orthogonalize import newton_schulz
+from muown_train.optim.core.orthogonalize import NS_STEPS, count_flops, newton_schulz
 from muown_train.optim.core.skip_step import step_or_skip
 from muown_train.runtime.benchmark import measure_peak_memory, time_call
 
@@ -132,10 +132,7 @@ def time_shapes(name: str, model: Model, limits: Limits) -> Iterator[Row]:
                 step()
             row[key] = statistics.median(time_call(step, device) for _ in range(rounds)) * 1e3
         row["Muown's extra, compiled"] = row["Muown, compiled"] - row["Muon, compiled"]
-        short, long = sorted((m, n))
-        row["Newton-Schulz, TFLOP/s (nominal)"] = (
-            k * 5 * (4 * short**2 * long + 2 * short**3) / row["Newton-Schulz"] / 1e9
-        )
+        row["Newton-Schulz, TFLOP/s"] = k * count_flops(m, n, NS_STEPS) / row["Newton-Schulz"] / 1e9
         yield row
 
 
