@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from muown_train.runtime.atomic_files import open_regular
+
 HEADER_BYTES = 256 * 4
 KINDS = {2: (20240520, 1), 4: (20240801, 7)}  # bytes of an id -> magic, version
 
@@ -48,7 +50,7 @@ def read_tokens(path: Path, random_access: bool = False) -> np.ndarray:
     Raises:
         ValueError: the file is not a token file, is of another version, or is not complete; the message names it.
     """
-    with path.open("rb") as file:
+    with open_regular(path, follow_link=True) as file:
         raw = file.read(HEADER_BYTES)
         size = file.seek(0, 2)
     if len(raw) < HEADER_BYTES:
@@ -66,7 +68,7 @@ def read_tokens(path: Path, random_access: bool = False) -> np.ndarray:
         raise ValueError(f"{path} {state} should hold {count} tokens but has {(size - HEADER_BYTES) / width:g}")
     if count == 0:
         return np.empty(0, dtype=f"<u{width}")
-    with path.open("rb") as file:
+    with open_regular(path, follow_link=True) as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if random_access and hasattr(mmap, "MADV_RANDOM"):
         mapped.madvise(mmap.MADV_RANDOM)

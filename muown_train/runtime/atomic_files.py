@@ -66,7 +66,18 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def open_regular(path: Path, follow_link: bool = False) -> BufferedReader:
-    """Open a regular file for reading. Opening a pipe might wait for ever, and a device has no end.
+    """Open a regular file for reading; see `check_regular`.
+
+    Raises:
+        ValueError: it is a link, a folder, a pipe or a device.
+        OSError: it cannot be opened, or is missing.
+    """
+    check_regular(path, follow_link)
+    return path.open("rb")
+
+
+def check_regular(path: Path, follow_link: bool = False) -> None:
+    """Refuse what is no regular file. Opening a pipe might wait for ever, and a device has no end.
 
     Args:
         follow_link: whether the file may be a symbolic link, as in the cache of the hub; in a run's folder a link
@@ -74,13 +85,12 @@ def open_regular(path: Path, follow_link: bool = False) -> BufferedReader:
 
     Raises:
         ValueError: it is a link, a folder, a pipe or a device.
-        OSError: it cannot be opened, or is missing.
+        OSError: it is missing.
     """
     mode = (os.stat if follow_link else os.lstat)(path).st_mode
     if not stat.S_ISREG(mode):
         kind = "a symbolic link" if stat.S_ISLNK(mode) else "a folder" if stat.S_ISDIR(mode) else "a pipe or device"
         raise ValueError(f"{path} is {kind}, and must be a regular file")
-    return path.open("rb")
 
 
 def read_regular(path: Path, longest: int = MAX_BYTES, follow_link: bool = False) -> bytes:

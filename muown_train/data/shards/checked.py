@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from muown_train.data.rows import TokenRows
+from muown_train.runtime.atomic_files import read_regular
 
 BLOCK = 1 << 14  # bytes: little more is read from the disk than for a row, and the checksums are a 4096th of the ids
 REMEDY = "copy it again, or prepare the shards again"
@@ -91,7 +92,7 @@ class Shard:
     def _read_checksums(self) -> np.ndarray:
         path = get_checksums_path(self.path)
         try:
-            raw = path.read_bytes()
+            raw = read_regular(path, follow_link=True)
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({error.strerror}): {REMEDY}") from error
         if hash_checksums(raw) != self.checksums:

@@ -27,7 +27,7 @@ from muown_train.data.text.tokenizer import (
     select_options,
 )
 from muown_train.data.token_file import HEADER_BYTES, read_tokens
-from muown_train.runtime.atomic_files import parse_json, read_regular
+from muown_train.runtime.atomic_files import open_regular, parse_json, read_regular
 from muown_train.runtime.progress import Progress, StatusLine
 
 FORMAT = 1  # version of index.json
@@ -202,7 +202,7 @@ def _load_tokenizer(
         encoder = load_tokenizer(str(given), **made_with)
     else:
         try:
-            raw = (folder / TOKENIZER).read_bytes()
+            raw = read_regular(folder / TOKENIZER, follow_link=True)
         except OSError as error:
             raise ValueError(
                 f"{folder / TOKENIZER} cannot be read ({error.strerror}): copy it again, or give data.tokenizer"
@@ -292,7 +292,8 @@ def _read_counts(folder: Path, size: int, tokens: int) -> np.ndarray:
     """Return the count of each id among the `tokens` ids to train on, (V,) int64."""
     path = folder / COUNTS
     try:
-        counts: np.ndarray = np.load(path)
+        with open_regular(path, follow_link=True) as file:
+            counts: np.ndarray = np.load(file)
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): {REMEDY}") from error
     if counts.shape != (size,):
@@ -317,7 +318,7 @@ def _identify_content(folder: Path, names: dict[str, list[str]], index: dict[str
 
 
 def _hash_ends(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path, follow_link=True) as file:
         size = file.seek(0, 2)
         file.seek(0)
         digest = hashlib.blake2b(file.read(HEADER_BYTES + ENDS), digest_size=8)

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
+from muown_train.runtime.atomic_files import check_regular
 from muown_train.runtime.progress import print_line
 
 if TYPE_CHECKING:
@@ -324,6 +325,7 @@ def check_text_column(source: str, schema: pa.Schema, column: str) -> None:
 
 
 def _open(path: Path) -> BinaryIO:
+    check_regular(path, follow_link=True)
     ending = path.suffix.lower()
     if ending in COMPRESSIONS and path.stat().st_size == 0:
         raise EOFError(f"it is empty, where a {ending} file has at least a header")

@@ -1,6 +1,7 @@
 """Shards that a disk has damaged: blocks are compared with their checksums when they are first read."""
 
 import json
+import os
 import zlib
 from pathlib import Path
 
@@ -201,3 +202,16 @@ def test_a_cache_that_cannot_be_written_means_to_read_again(imported):
         open_imported(imported, progress=said.append)
         assert len(said) == count and "cannot write the data cache" in said[0] and "checked at each start" in said[0]
     assert len(read_tokens(imported / "x_train_0.bin")) == 9000
+
+
+@pytest.mark.parametrize("name", [*SHARDS, "train_counts.npy", "tokenizer.json", "checksums"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(folder, name, kind):
+    path = get_checksums_path(folder / SHARDS[0]) if name == "checksums" else folder / name
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=rf"{path.name} is a pipe or device, and must be a regular file"):
+        read_all(folder)
