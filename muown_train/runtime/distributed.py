@@ -8,8 +8,9 @@ no process group is made.
 import inspect
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import TCPStore
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
@@ -25,10 +27,11 @@ from torch.nn.parallel import DistributedDataParallel
 from muown_train.runtime.hardware import find_device
 from muown_train.runtime.heartbeat.connect import connect_heartbeat
 from muown_train.runtime.heartbeat.explain import describe_error, explain_lost_rank
-from muown_train.runtime.heartbeat.monitor import LATE_AFTER, LOST_AFTER, HeartbeatMonitor
+from muown_train.runtime.heartbeat.monitor import LATE_AFTER, LOST_AFTER, HeartbeatMonitor, say
 from muown_train.runtime.network import log_nccl, translate_error
 
 START_TIMEOUT = timedelta(minutes=10)  # the time for all ranks to start
+STRANGER_AFTER = 60.0  # seconds after which whoever has accepted a connection as rank 0, and says nothing, is not it
 # a collective waits this much longer for a late rank than the heartbeat, which says which rank is late
 _LATE_MARGIN = timedelta(minutes=2)
 BUCKET_MB = 128  # gradients that are reduced together: few messages, and some that travel during the backward pass
@@ -137,11 +140,50 @@ def count_collectives() -> int:
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
+@contextmanager
+def _refuse_strangers(rank: int, within: float) -> Iterator[None]:
+    """End this process, within the context, if another program answers at the port where rank 0 should.
+
+    Rank 0 ends at once where its port is taken. The others then wait for a stranger's words, in torch without a limit.
+
+    Args:
+        within: seconds that rank 0 has to answer a connection that is accepted.
+    """
+    host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+    has_met, has_answered = threading.Event(), threading.Event()
+
+    def ask() -> None:
+        with suppress(dist.DistError):
+            TCPStore(host, port, is_master=False, timeout=timedelta(seconds=within), wait_for_workers=False)
+            has_answered.set()
+
+    def watch() -> None:
+        while not has_met.wait(within):
+            try:
+                socket.create_connection((host, port), timeout=within).close()
+            except OSError:  # rank 0 has not come yet
+                continue
+            asking = threading.Thread(target=ask, daemon=True)
+            asking.start()
+            asking.join(within)
+            if not (has_answered.is_set() or has_met.is_set()):
+                say(f"[rank {rank}] error: what answers at {host}:{port} is not rank 0: give another MASTER_PORT")
+                os._exit(1)
+
+    if rank > 0:
+        threading.Thread(target=watch, name="refuses strangers", daemon=True).start()
+    try:
+        yield
+    finally:
+        has_met.set()
+
+
 def _init_process_group(rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
     """Make the process group, whose ranks may take START_TIMEOUT to start."""
     on_gpu = device.type == "cuda"
     try:
-        store, _, _ = next(rendezvous("env://", rank, size, timeout=START_TIMEOUT))
+        with _refuse_strangers(rank, STRANGER_AFTER):
+            store, _, _ = next(rendezvous("env://", rank, size, timeout=START_TIMEOUT))
     except dist.DistError as error:
         raise ConnectionError(f"the {size} ranks did not meet: {str(error).splitlines()[0]}") from error
     store.set_timeout(timeout)
