@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import TCPStore
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
@@ -154,7 +153,8 @@ def _refuse_strangers(rank: int, within: float) -> Iterator[None]:
 
     def ask() -> None:
         with suppress(dist.DistError):
-            TCPStore(host, port, is_master=False, timeout=timedelta(seconds=within), wait_for_workers=False)
+            store: Any = dist.TCPStore  # type: ignore[attr-defined]
+            store(host, port, is_master=False, timeout=timedelta(seconds=within), wait_for_workers=False)
             has_answered.set()
 
     def watch() -> None:
