@@ -157,7 +157,7 @@ def _explain_exception(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         if error.filename is None and len(error.args) == 1:  # one of our own sentences, which says what was written
             return f"{error}; make room, and the same command goes on"
-        return f"{error.filename or 'a file'}: the disk is full: make room, and the same command goes on"
+        return f"{error.filename or 'the output, or a file'}: the disk is full: make room, and the same command goes on"
     if isinstance(error, BrokenPipeError) and is_output_closed():
         return "nobody reads what it prints any more"
     if isinstance(error, OSError) and error.filename is not None:

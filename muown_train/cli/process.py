@@ -40,6 +40,8 @@ def check_ranks() -> int:
     for name, least, default in (("LOCAL_WORLD_SIZE", 1, 1), ("LOCAL_RANK", 0, 0), ("RANK", 0, 0)):
         if (value := _read_count(name, least, default)) > size - 1 + least:
             raise ValueError(f"{name}={value} does not fit WORLD_SIZE={size}: torchrun sets both, and so that they fit")
+    if size > 1 and (missing := {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()):
+        raise ValueError(f"WORLD_SIZE={size} needs {' and '.join(sorted(missing))} too: torchrun sets them all")
     if size > 1 and _read_count("MASTER_PORT", 0, 0) > 65535:
         raise ValueError(f"MASTER_PORT={os.environ['MASTER_PORT']} must be a port, 1 to 65535")
     return size

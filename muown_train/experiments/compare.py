@@ -221,6 +221,8 @@ def describe_state(run: RunRecord) -> str:
     if run.state != "finished" and run.steps:
         text += f", {run.step:,} of {run.steps:,} steps"
     reason = run.damage or run.status.get("reason")
+    if run.state == "unknown":
+        reason = "its status.json is missing or damaged"
     return f"{text}: {reason}" if reason else text
 
 

@@ -31,7 +31,7 @@ def check_runs(points: Sequence[GridPoint], ranks: int) -> None:
 
 
 def make_plans(
-    points: Sequence[GridPoint], device: str, ranks: int, network: object = None
+    points: Sequence[GridPoint], device: str, ranks: int, network: float | None = None
 ) -> dict[tuple[str, object], tuple[Plan, list[GridPoint]]]:
     """Return a plan for each curve (and value of the experiment's further axis), with its runs, which cost the same.
 
@@ -62,7 +62,7 @@ def describe_costs(
     device: str,
     ranks: int,
     mfu: float | None,
-    network: object = None,
+    network: float | None = None,
 ) -> Iterator[str]:
     """Yield a paragraph for each setting, and the sum.
 

@@ -128,8 +128,9 @@ def _compute_loss(
         logits = F.linear(chunk, weight, bias)
         chunk_loss, grad_logits = differentiate(logits, chunk_targets, softcap, grads is not None)
         loss = loss + chunk_loss
-        if grads is None or grad_logits is None:
+        if grads is None:
             continue
+        assert grad_logits is not None
         counts = chunk_targets != IGNORE
         grad_x, grad_weight, grad_bias = grads
         # rows that do not count are zeroed in factors and results of (n, D), which is less work than in (n, V)

@@ -18,6 +18,7 @@ import copy
 import json
 import math
 import shutil
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -291,6 +292,8 @@ class Checkpoints:
         except OSError as exception:
             reason = exception.strerror or exception
             error = exception.errno, f"cannot write a checkpoint to {self.folder}: {reason}"
+            if self.world.size > 1:  # all ranks raise it, and only one of them may have a full disk
+                error = error[0], f"{error[1]} (rank {self.world.rank} on {socket.gethostname()})"
         results = self.world.gather((result, error))
         errors = [error for _, error in results if error]
         if errors:

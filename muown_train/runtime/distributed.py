@@ -27,7 +27,7 @@ from muown_train.runtime.hardware import find_device
 from muown_train.runtime.heartbeat.connect import connect_heartbeat
 from muown_train.runtime.heartbeat.explain import describe_error, explain_lost_rank
 from muown_train.runtime.heartbeat.monitor import LATE_AFTER, LOST_AFTER, HeartbeatMonitor, say
-from muown_train.runtime.network import log_nccl, translate_error
+from muown_train.runtime.network import log_nccl, remove_nccl_log, translate_error
 
 START_TIMEOUT = timedelta(minutes=10)  # the time for all ranks to start
 STRANGER_AFTER = 60.0  # seconds after which whoever has accepted a connection as rank 0, and says nothing, is not it
@@ -245,3 +245,4 @@ def join_world(
         raise
     finally:
         dist.destroy_process_group()
+        remove_nccl_log()

@@ -83,9 +83,9 @@ def find_device(
     if name in (None, "auto"):
         sign = None if reached else find_sign_of_gpus(folder)
         if sign and not (torch.version.cuda or torch.version.hip):
-            raise ValueError(f"this machine has NVIDIA GPUs ({sign}), but {_explain_build(option)}")
+            raise ValueError(f"GPUs are there or asked for ({sign}), but {_explain_build(option)}")
         if sign:
-            raise ConnectionError(f"this machine has GPUs ({sign}), but {_explain_driver(option)}")
+            raise ConnectionError(f"GPUs are there or asked for ({sign}), but {_explain_driver(option)}")
         name = "cuda" if reached else "cpu"
     elif name == "cuda" and not (torch.version.cuda or torch.version.hip):
         raise ValueError(f"{option}cuda cannot be used: {_explain_build(option)}")

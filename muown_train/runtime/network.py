@@ -33,7 +33,9 @@ def log_nccl() -> None:
     NCCL reads these variables when it is first used.
     """
     global _own_log
-    if "NCCL_DEBUG" not in os.environ:
+    if os.environ.keys() & {"NCCL_DEBUG", "NCCL_DEBUG_FILE"}:
+        return
+    with suppress(OSError):  # without a folder for temporary files nothing is told
         descriptor, path = tempfile.mkstemp(prefix="nccl-", suffix=".log")
         os.close(descriptor)
         os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT", NCCL_DEBUG_FILE=path)
@@ -50,10 +52,15 @@ def read_nccl_network() -> NcclNetwork | None:
         text = Path(path).read_text(errors="replace") if path else ""
     except OSError:
         return None
+    remove_nccl_log()
+    return parse_nccl_log(text)
+
+
+def remove_nccl_log() -> None:
+    """Remove the file that `log_nccl` has made, if it is there."""
     if _own_log:
         with suppress(OSError):
             _own_log.unlink()
-    return parse_nccl_log(text)
 
 
 def parse_nccl_log(text: str) -> NcclNetwork | None:

@@ -40,7 +40,6 @@ from muown_train.training.divergence import DivergenceMonitor
 from muown_train.training.optimizers import build_optimizer, shard_optimizer
 from muown_train.training.run import Run
 from muown_train.training.schedule import build_schedule
-from muown_train.training.step_hooks import StepProfiler
 from muown_train.training.tracking.console import ConsoleSink
 from muown_train.training.trainer import Trainer
 from muown_train.training.warm_start import InitialWeights, read_initial_weights
@@ -113,8 +112,6 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
         stop=stop,
         metrics=Metrics(folder) if world.is_main else None,
     )
-    if config.profile_steps:
-        trainer.after_step.append(StepProfiler(folder, world.rank, world.device, *config.profile_steps))
     if config.probes:
         trainer.probe = build_probes(config, probes, trainer, model, probe_rows)
     checkpoint = source.checkpoint if source else None

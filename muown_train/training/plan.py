@@ -142,7 +142,7 @@ def _trace(model_settings: str, trust: tuple[str, ...], setup: PassSetup) -> Pas
     return trace_pass(model, setup)
 
 
-def make_plan(overrides: list[str], device: str, ranks: int, network: object = None) -> Plan:
+def make_plan(overrides: list[str], device: str, ranks: int, network: float | None = None) -> Plan:
     """Return the plan of a configuration, which is checked as `build_run` checks it.
 
     Args:

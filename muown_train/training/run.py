@@ -19,7 +19,7 @@ from muown_train.runs.metrics import Sink
 from muown_train.runs.status import FolderGuard, Outcome, read_status, write_status
 from muown_train.runtime.atomic_files import read_regular, write_atomic
 from muown_train.training.divergence import explain_unlearned
-from muown_train.training.step_hooks import collect_garbage_together
+from muown_train.training.step_hooks import collect_garbage_together, profile_steps
 from muown_train.training.trainer import Trainer
 
 
@@ -79,10 +79,13 @@ class Run:
         self._write_status(Outcome("running"))
         world.keep_verdict(self._record_failure)
         try:
-            with self.trainer.stop, collect_garbage_together(world.size) as collect_garbage:
-                self.trainer.after_step += collect_garbage
-                for call in self.trainer.after_step:
-                    call(self.trainer.step)
+            span = self.config.profile_steps
+            with (
+                self.trainer.stop,
+                collect_garbage_together(world.size) as collect,
+                profile_steps(span, self.folder, world.rank, world.device, self.trainer.step) as profile,
+            ):
+                self.trainer.after_step = [*collect, *profile]
                 outcome = self.trainer.fit()
         except BaseException as error:
             self.trainer.checkpoints.abandon()

@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,27 +37,46 @@ def collect_garbage_together(ranks: int) -> Iterator[list[AfterStep]]:
         gc.enable()
 
 
-class StepProfiler:
-    """Profiles some steps, after the step before the first of them, and writes what it saw after the last.
+@contextmanager
+def profile_steps(
+    span: Sequence[int] | None, folder: Path, rank: int, device: torch.device, begun: int
+) -> Iterator[list[AfterStep]]:
+    """Yield what profiles some of the steps that are taken in this context; nothing where none of them is asked for.
 
     A trace goes to `profile/rank-RRRRR-steps-FIRST-LAST.json.gz` in the run's folder, for chrome://tracing or Perfetto;
-    on a GPU a snapshot of its memory goes beside it (`.pickle`), for https://pytorch.org/memory_viz.
+    on a GPU a snapshot of its memory goes beside it (`.pickle`), for https://pytorch.org/memory_viz. If training ends
+    before the last step to profile, or began after the first, they have the steps that were taken.
 
     Args:
-        first, last: the first and the last step to profile, counted from 1.
+        span: the first and the last step to profile, counted from 1.
+        begun: steps that are done.
     """
+    if span is None or begun >= span[1]:
+        yield []
+        return
+    profiler = _StepProfiler(folder / "profile", rank, device, max(span[0], begun + 1), span[1])
+    profiler.advance(begun)
+    try:
+        yield [profiler.advance]
+    finally:
+        profiler.finish()
+
+
+class _StepProfiler:
+    """The profile of the steps from `first` to `last`."""
 
     def __init__(self, folder: Path, rank: int, device: torch.device, first: int, last: int) -> None:
-        self.path = folder / "profile" / f"rank-{rank:05d}-steps-{first}-{last}.json.gz"
-        self.rank, self.device, self.first, self.last = rank, device, first, last
+        self.folder, self.rank, self.device, self.first, self.last = folder, rank, device, first, last
         self.profile: profile | None = None
+        self.step = 0  # the last step that is done
 
-    def __call__(self, step: int) -> None:
-        """Begin the profile if the next step is one of those to profile, and write it after the last of them."""
-        if self.profile is None and self.first - 1 <= step < self.last:
+    def advance(self, step: int) -> None:
+        """Begin the profile where the step after this one is the first, and write it where this one is the last."""
+        self.step = step
+        if step == self.first - 1:
             self._start()
-        elif self.profile is not None and step >= self.last:
-            self._finish()
+        elif step == self.last:
+            self.finish()
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -67,19 +86,22 @@ class StepProfiler:
         self.profile = profile(activities=activities, record_shapes=True)
         self.profile.start()
 
-    def _finish(self) -> None:
-        assert self.profile is not None
+    def finish(self) -> None:
+        """Write what was profiled, if anything was."""
+        if self.profile is None:
+            return
         self.profile.stop()
+        path = self.folder / f"rank-{self.rank:05d}-steps-{self.first}-{self.step}"
         try:
-            self.path.parent.mkdir(exist_ok=True)
-            self.profile.export_chrome_trace(str(self.path))
-            if self.device.type == "cuda":
-                snapshot = str(self.path.with_suffix("").with_suffix(".pickle"))
-                torch.cuda.memory._dump_snapshot(snapshot)  # type: ignore[no-untyped-call]
-                torch.cuda.memory._record_memory_history(enabled=None)
+            if self.step >= self.first:
+                self.folder.mkdir(exist_ok=True)
+                self.profile.export_chrome_trace(f"{path}.json.gz")
+                if self.device.type == "cuda":
+                    torch.cuda.memory._dump_snapshot(f"{path}.pickle")  # type: ignore[no-untyped-call]
+                if self.rank == 0:
+                    print(f"  profiled steps {self.first} to {self.step}: {path}.json.gz", flush=True)
         except OSError as error:  # a profile that cannot be written ends no run
-            print(f"the profile of steps {self.first} to {self.last} is lost: {error}", file=sys.stderr, flush=True)
-        else:
-            if self.rank == 0:
-                print(f"  profiled steps {self.first} to {self.last}: {self.path}", flush=True)
+            print(f"the profile of steps {self.first} to {self.step} is lost: {error}", file=sys.stderr, flush=True)
+        if self.device.type == "cuda":
+            torch.cuda.memory._record_memory_history(enabled=None)
         self.profile = None

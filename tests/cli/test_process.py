@@ -138,6 +138,7 @@ def test_the_loop_of_a_shell_ends_with_the_command_that_ctrl_c_has_stopped():
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' must be"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' must be"),
         ({"WORLD_SIZE": "9" * 20}, "must be a whole number"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 needs MASTER_ADDR and MASTER_PORT and RANK too: torchrun sets them all"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 does not fit WORLD_SIZE=2"),
         ({"RANK": "1"}, "RANK=1 does not fit WORLD_SIZE=1"),
         ({"RANK": "-1"}, "RANK='-1' must be a whole number of at least 0"),
@@ -147,9 +148,11 @@ def test_the_loop_of_a_shell_ends_with_the_command_that_ctrl_c_has_stopped():
     ],
 )
 def test_variables_of_ranks_that_cannot_be(monkeypatch, capsys, variables, part):
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert check_ranks() == 1
+    if len(variables) > 1:
+        variables = {"RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"} | variables
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["muown-train", "seed=1"])
@@ -164,6 +167,8 @@ def test_ranks_that_fit(monkeypatch):
     for rank in range(4):
         for name, value in {"WORLD_SIZE": 4, "RANK": rank, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}.items():
             monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", "29500")
         assert check_ranks() == 4
 
 

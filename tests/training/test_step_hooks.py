@@ -10,7 +10,7 @@ import torch
 
 from muown_train.data.loader import Loader
 from muown_train.data.random_tokens import RandomRows
-from muown_train.training.step_hooks import StepProfiler, collect_garbage_together
+from muown_train.training.step_hooks import collect_garbage_together, profile_steps
 from muown_train.training.step_metrics import StepMetrics
 from tests.helpers.runs import make_config, metrics, trained
 
@@ -43,27 +43,46 @@ def test_several_ranks_collect_garbage_at_the_same_steps_and_one_rank_as_python_
     assert list_collections(ranks=1)[1] == [True, True, True]
 
 
-@pytest.mark.parametrize(("first", "last", "begun"), [(1, 2, 0), (3, 5, 0), (3, 5, 4)])
-def test_the_trace_has_the_steps_that_were_asked_for(first, last, begun, tmp_path, capsys):
-    profiler = StepProfiler(tmp_path, 0, CPU, first, last)
-    profiler(begun)
-    for step in range(begun + 1, 8):
-        with torch.profiler.record_function(f"step {step}"):
-            torch.ones(3).sum()
-        profiler(step)
+@pytest.mark.parametrize(
+    ("span", "begun", "end", "seen"),
+    [((1, 2), 0, 7, (1, 2)), ((3, 5), 0, 7, (3, 5)), ((3, 5), 3, 7, (4, 5)), ((3, 9), 0, 7, (3, 7))],
+    ids=["at the start", "later", "begun after the first", "ended before the last"],
+)
+def test_the_trace_has_the_steps_that_were_asked_for_and_taken(span, begun, end, seen, tmp_path, capsys):
+    with profile_steps(span, tmp_path, 0, CPU, begun) as hooks:
+        for step in range(begun + 1, end + 1):
+            with torch.profiler.record_function(f"step {step}"):
+                torch.ones(3).sum()
+            for call in hooks:
+                call(step)
     [path] = (tmp_path / "profile").iterdir()
+    first, last = seen
     assert path.name == f"rank-00000-steps-{first}-{last}.json.gz"
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     names = {event["name"] for event in events if str(event.get("name", "")).startswith("step ")}
-    assert names == {f"step {step}" for step in range(max(first, begun + 1), last + 1)}
+    assert names == {f"step {step}" for step in range(first, last + 1)}
     assert capsys.readouterr().out == f"  profiled steps {first} to {last}: {path}\n"
+
+
+def test_a_profile_is_written_where_training_fails(tmp_path):
+    with pytest.raises(RuntimeError, match="out of memory"), profile_steps((1, 9), tmp_path, 1, CPU, 0) as [call]:
+        call(1)
+        raise RuntimeError("out of memory")
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank-00001-steps-1-1.json.gz"]
+
+
+@pytest.mark.parametrize(("span", "begun"), [(None, 0), ((1, 2), 2), ((5, 6), 0)])
+def test_nothing_is_written_where_none_of_the_steps_is_taken(span, begun, tmp_path):
+    with profile_steps(span, tmp_path, 0, CPU, begun) as hooks:
+        for call in hooks:
+            call(begun + 1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_profile_that_cannot_be_written_ends_no_run(tmp_path, capsys):
     (tmp_path / "profile").write_text("")
-    profiler = StepProfiler(tmp_path, 0, CPU, 1, 1)
-    profiler(0)
-    profiler(1)
+    with profile_steps((1, 1), tmp_path, 0, CPU, 0) as [call]:
+        call(1)
     assert capsys.readouterr().err.startswith("the profile of steps 1 to 1 is lost: ")
 
 

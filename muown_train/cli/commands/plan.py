@@ -12,9 +12,21 @@ Nothing is trained or downloaded, and no GPU is needed.
 from collections.abc import Sequence
 
 from muown_train.cli.errors import CommandParser, report_errors
-from muown_train.config.overrides import parse_overrides
 from muown_train.runtime.hardware import GPUS
 from muown_train.training.plan import describe_memory, describe_parameters, describe_time, make_plan
+
+
+def parse_number(word: str, unit: str) -> float:
+    """Return the number of a word such as network=25.
+
+    Raises:
+        ValueError: it has none; the message names the unit.
+    """
+    key, _, text = word.partition("=")
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{key}={text} must be a positive number{unit}") from None
 
 
 def main(words: Sequence[str]) -> None:
@@ -29,7 +41,7 @@ def main(words: Sequence[str]) -> None:
         parser.error(f"--mfu {arguments.mfu:g} must be above 0 and at most 1")
     with report_errors(arguments.settings):
         own = [word for word in arguments.settings if word.startswith("network=")]
-        network = parse_overrides(own)[-1].value() if own else None
+        network = parse_number(own[-1], " of GB/s") if own else None
         settings = [word for word in arguments.settings if word not in own]
         plan = make_plan(settings, arguments.device, arguments.ranks, network)
         lines = [*describe_parameters(plan), *describe_memory(plan), *describe_time(plan, arguments.mfu)]
