@@ -75,7 +75,8 @@ def test_the_union_of_what_ranks_wrote_is_all_the_state(runs):
                     of_file[kind, path.stem] = {key for key in file.keys() if key.startswith("optimizer/")}  # noqa: SIM118
         one, other = of_file["sharded", "rank-00000"], of_file["sharded", "rank-00001"]
         assert one and other and not one & other
-        assert one | other == of_file["replicated", "rank-00000"]
+        # every rank of a replicated run holds all, and they deal out what they write
+        assert one | other == of_file["replicated", "rank-00000"] | of_file["replicated", "rank-00001"]
 
 
 @pytest.mark.long
