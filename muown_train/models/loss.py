@@ -9,6 +9,7 @@ without kernels of our own.)
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ IGNORE = -100  # a target that does not count, as in torch's cross-entropy
 CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**27}
 
 
-Differentiate = Callable[[Tensor, Tensor, float | None, bool], tuple[Tensor, Tensor | None]]
+Differentiate = Callable[..., tuple[Tensor, Tensor | None]]  # see `differentiate_logits`
 
 
 def differentiate_logits(
@@ -66,12 +67,11 @@ def linear_cross_entropy(
     """
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else weight.dtype
     x = x.to(dtype)
+    capped = partial(differentiate, softcap=softcap)
     if torch.is_grad_enabled():
-        loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            x, weight, targets, bias, softcap, differentiate
-        )
+        loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, bias, capped)  # type: ignore[no-untyped-call]
         return loss
-    return _compute_loss(x, weight, targets, bias, softcap, differentiate)
+    return _compute_loss(x, weight, targets, bias, capped)
 
 
 def softcap_logits(logits: Tensor, c: float) -> Tensor:
@@ -82,18 +82,12 @@ def softcap_logits(logits: Tensor, c: float) -> Tensor:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        bias: Tensor | None,
-        softcap: float | None,
-        differentiate: Differentiate,
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, differentiate: Differentiate
     ) -> Tensor:
         grad_x = torch.empty_like(x)
         grad_weight = torch.zeros_like(weight)
         grad_bias = None if bias is None else torch.zeros_like(bias)
-        loss = _compute_loss(x, weight, targets, bias, softcap, differentiate, (grad_x, grad_weight, grad_bias))
+        loss = _compute_loss(x, weight, targets, bias, differentiate, (grad_x, grad_weight, grad_bias))
         ctx.save_for_backward(grad_x, grad_weight, grad_bias)
         return loss
 
@@ -102,7 +96,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight, grad_bias = ctx.saved_tensors
         grad_bias = None if grad_bias is None else grad_bias * grad
-        return grad_x * grad.to(grad_x.dtype), grad_weight * grad, None, grad_bias, None, None
+        return grad_x * grad.to(grad_x.dtype), grad_weight * grad, None, grad_bias, None
 
 
 def _compute_loss(
@@ -110,7 +104,6 @@ def _compute_loss(
     weight: Tensor,
     targets: Tensor,
     bias: Tensor | None,
-    softcap: float | None,
     differentiate: Differentiate,
     grads: tuple[Tensor, Tensor, Tensor | None] | None = None,
 ) -> Tensor:
@@ -126,7 +119,7 @@ def _compute_loss(
     for start in range(0, x.shape[0], rows):
         chunk, chunk_targets = x[start : start + rows], targets[start : start + rows, None]
         logits = F.linear(chunk, weight, bias)
-        chunk_loss, grad_logits = differentiate(logits, chunk_targets, softcap, grads is not None)
+        chunk_loss, grad_logits = differentiate(logits, chunk_targets, with_grad=grads is not None)
         loss = loss + chunk_loss
         if grads is None:
             continue

@@ -291,9 +291,9 @@ class Checkpoints:
             result = action()
         except OSError as exception:
             reason = exception.strerror or exception
-            error = exception.errno, f"cannot write a checkpoint to {self.folder}: {reason}"
-            if self.world.size > 1:  # all ranks raise it, and only one of them may have a full disk
-                error = error[0], f"{error[1]} (rank {self.world.rank} on {socket.gethostname()})"
+            # all ranks raise it, and only one of them may have a full disk
+            where = f" (rank {self.world.rank} on {socket.gethostname()})" if self.world.size > 1 else ""
+            error = exception.errno, f"cannot write a checkpoint to {self.folder}: {reason}{where}"
         results = self.world.gather((result, error))
         errors = [error for _, error in results if error]
         if errors:
