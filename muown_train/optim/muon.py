@@ -14,6 +14,7 @@ from .core.base import Group, State, collect_defaults
 from .core.layouts import LAYOUT_DEFAULTS
 from .core.matrix import Extras, MatrixOptimizer, Number, compute_lr_scale, subtract_scaled
 from .core.orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
+from .row_shards.exchange import Matrix
 
 
 class Muon(MatrixOptimizer):
@@ -68,6 +69,16 @@ class Muon(MatrixOptimizer):
         M.lerp_(G, 1 - beta)
         return (G.lerp(M, beta) if group["nesterov"] else M,)
 
-    def apply(self, W: Tensor, O: Tensor, extras: Extras, state: State, group: Group, lr: Number, step: Number) -> None:  # noqa: E741
+    def apply(
+        self,
+        W: Tensor,
+        O: Tensor,  # noqa: E741
+        extras: Extras,
+        state: State,
+        group: Group,
+        lr: Number,
+        step: Number,
+        matrix: Matrix,
+    ) -> None:
         W.mul_(1 - lr * group["weight_decay"])
-        subtract_scaled(W, O, lr * self.get_lr_scale(group, *W.shape), out=W)
+        subtract_scaled(W, O, lr * self.get_lr_scale(group, *matrix.shape), out=W)

@@ -22,11 +22,14 @@ from torch.optim.optimizer import ParamsT
 
 from .core.base import Group, State, collect_defaults
 from .core.checks import check_bool, check_choice, check_number, check_numbers
-from .core.layouts import LAYOUT_DEFAULTS, split_matrices
+from .core.layouts import LAYOUT_DEFAULTS, split_local_matrices, split_matrices
 from .core.magnitudes import MAGNITUDE_STATE, clamp_away_from_zero, step_magnitudes
 from .core.matrix import Extras, MatrixOptimizer, Number, subtract_scaled
 from .core.orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
 from .core.weight_norm import count_zero_rows, row_norms, split_gradient, step_directions
+from .row_shards.agreement import sum_over_ranks
+from .row_shards.exchange import Matrix
+from .row_shards.placement import create_meta_whole, get_local, is_dtensor
 
 FLOOR = 1e-12  # the least |g|, as a fraction of its first value
 
@@ -120,7 +123,7 @@ class Muown(MatrixOptimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if "magnitude" in (state := self.state.get(p, {})):
-                    g, floor = state["magnitude"], state["magnitude_floor"]
+                    g, floor = get_local(state["magnitude"]), get_local(state["magnitude_floor"])
                     g.copy_(take_norms(list_row_norms(p, group), g, floor, group["zero_rows"] == "error"))
 
     def check_group(self, group: Group) -> None:
@@ -173,8 +176,18 @@ class Muown(MatrixOptimizer):
         M.mul_(beta).add_(grad_R)
         return grad_R.add_(M, alpha=beta) if group["nesterov"] else M, grad_g
 
-    def apply(self, W: Tensor, O: Tensor, extras: Extras, state: State, group: Group, lr: Number, step: Number) -> None:  # noqa: E741
-        rate, decay = lr * self.get_lr_scale(group, *W.shape), group["weight_decay"]
+    def apply(
+        self,
+        W: Tensor,
+        O: Tensor,  # noqa: E741
+        extras: Extras,
+        state: State,
+        group: Group,
+        lr: Number,
+        step: Number,
+        matrix: Matrix,
+    ) -> None:
+        rate, decay = lr * self.get_lr_scale(group, *matrix.shape), group["weight_decay"]
         if not group["reparameterize"]:  # Muon
             W.mul_(1 - lr * decay)
             subtract_scaled(W, O, rate, out=W)
@@ -204,16 +217,21 @@ def create_magnitude_state(g: Tensor) -> State:
 
 
 def check_no_zero_rows(name: str, W: Tensor, group: Group, remedy: str) -> None:
-    """Raise ValueError naming parameter W if rows of its matrices are zero; the remedy ends the message."""
-    matrices = split_matrices(W, group)
-    if zeros := sum(map(count_zero_rows, matrices)):
-        rows = sum(matrix.shape[0] for matrix in matrices)
+    """Raise ValueError naming parameter W if rows of its matrices are zero; the remedy ends the message.
+
+    The ranks of a DTensor look at their rows and agree; this is a collective call.
+    """
+    zeros = sum(map(count_zero_rows, split_local_matrices(W, group)))
+    if is_dtensor(W) and not W.is_meta:
+        zeros = sum_over_ranks(W, f"rows of zeros in {name}", zeros)
+    if zeros:
+        rows = sum(matrix.shape[0] for matrix in split_matrices(create_meta_whole(W), group))
         raise ValueError(f"{name}: {zeros} of {rows} rows are zero and have no direction: {remedy}")
 
 
 def list_row_norms(W: Tensor, group: Group) -> Tensor:
-    """Return the norms of the rows of all matrices of a parameter, in order: (m,)."""
-    return torch.cat([row_norms(matrix) for matrix in split_matrices(W, group)])
+    """Return the norms of the rows of all matrices of a parameter, in order: (m,), of a DTensor this rank's rows."""
+    return torch.cat([row_norms(matrix) for matrix in split_local_matrices(W, group)])
 
 
 def adopt_changed_norms(W: Tensor, g: Tensor, floor: Tensor, zeros_too: bool) -> None:

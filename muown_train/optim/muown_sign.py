@@ -22,6 +22,7 @@ from .core.matrix import Extras, MatrixOptimizer, Number, subtract_scaled
 from .core.orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
 from .core.weight_norm import direction_to_weight, row_norms, split_gradient, weight_to_direction
 from .muown import adopt_changed_norms, check_no_zero_rows, create_magnitude_state, get_sum_dtype, list_row_norms
+from .row_shards.exchange import Matrix
 
 
 class MuownSign(MatrixOptimizer):
@@ -92,9 +93,19 @@ class MuownSign(MatrixOptimizer):
         h.copy_(torch.where(is_first, grad_g, h))
         return M.mul_(group["momentum"]).add_(grad_R), grad_g
 
-    def apply(self, W: Tensor, O: Tensor, extras: Extras, state: State, group: Group, lr: Number, step: Number) -> None:  # noqa: E741
+    def apply(
+        self,
+        W: Tensor,
+        O: Tensor,  # noqa: E741
+        extras: Extras,
+        state: State,
+        group: Group,
+        lr: Number,
+        step: Number,
+        matrix: Matrix,
+    ) -> None:
         (grad_g,), g, r, h = extras, state["magnitude"], state["row_norm"], state["magnitude_momentum"]
-        R = subtract_scaled(weight_to_direction(W, g, r), O, lr * self.get_lr_scale(group, *W.shape))
+        R = subtract_scaled(weight_to_direction(W, g, r), O, lr * self.get_lr_scale(group, *matrix.shape))
         norms = row_norms(R)
         r.copy_(torch.where(norms > 0, norms, r))
         g_old = g.clone()

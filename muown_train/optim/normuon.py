@@ -25,12 +25,16 @@ from .core.matrix import Extras, MatrixOptimizer, Number
 from .core.orthogonalize import NS_COEFFICIENTS, NS_EPS, NS_STEPS
 from .muon import Muon
 from .muown import Muown
+from .row_shards.exchange import Matrix
 
 _EPS = 1e-10  # the authors' value; it keeps rows of zeros zero
 
 
-def equalize_rows(O: Tensor, v: Tensor, beta2: float) -> Tensor:  # noqa: E741
+def equalize_rows(O: Tensor, v: Tensor, beta2: float, matrix: Matrix) -> Tensor:  # noqa: E741
     """Average the mean square of each row of O (m, n) into v (m,), in place, and divide the row by its root.
+
+    Args:
+        matrix: the whole matrix, of which O may have only some rows; the norms are those of the whole.
 
     Returns:
         (m, n) in O's dtype, with O's Frobenius norm; computed in v's dtype.
@@ -38,7 +42,8 @@ def equalize_rows(O: Tensor, v: Tensor, beta2: float) -> Tensor:  # noqa: E741
     X = O.to(v.dtype)
     v.lerp_(X.square().mean(-1), 1 - beta2)
     equal = X / (v.sqrt() + _EPS).unsqueeze(-1)
-    return equal.mul_(X.norm() / (equal.norm() + _EPS)).to(O.dtype)
+    norm, norm_of_equal = matrix.combine_norms(torch.stack((X.norm(), equal.norm())))
+    return equal.mul_(norm / (norm_of_equal + _EPS)).to(O.dtype)
 
 
 class _RowEqualizer(MatrixOptimizer):
@@ -53,8 +58,19 @@ class _RowEqualizer(MatrixOptimizer):
         rows = sum(matrix.shape[0] for matrix in split_matrices(W, group))
         return super().init_state(W, group) | {"row_second_moment": W.new_zeros(rows, dtype=dtype)}
 
-    def apply(self, W: Tensor, O: Tensor, extras: Extras, state: State, group: Group, lr: Number, step: Number) -> None:  # noqa: E741
-        super().apply(W, equalize_rows(O, state["row_second_moment"], group["beta2"]), extras, state, group, lr, step)
+    def apply(
+        self,
+        W: Tensor,
+        O: Tensor,  # noqa: E741
+        extras: Extras,
+        state: State,
+        group: Group,
+        lr: Number,
+        step: Number,
+        matrix: Matrix,
+    ) -> None:
+        equal = equalize_rows(O, state["row_second_moment"], group["beta2"], matrix)
+        super().apply(W, equal, extras, state, group, lr, step, matrix)
 
 
 class NorMuon(_RowEqualizer, Muon):

@@ -21,9 +21,8 @@ whose `wait` blocks the device's stream and not the host; NCCL has not been trie
 from __future__ import annotations
 
 import hashlib
-import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -36,8 +35,9 @@ from .combined import Combined
 from .core.base import Group
 from .core.layouts import LAYOUT_DEFAULTS, split_matrices
 from .core.loading import SHARE, match_by_name
-from .core.names import describe_parameter
+from .core.names import describe_parameter, list_options
 from .core.orthogonalize import count_flops
+from .row_shards.balance import balance_costs
 from .soap import count_flops as count_soap_flops
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -176,17 +176,6 @@ def estimate_step_cost(p: Tensor, group: Group) -> int:
     if "precondition_frequency" in group:
         cost += sum(count_soap_flops(m, n, group) for m, n in blocks)
     return cost
-
-
-def balance_costs(costs: Sequence[int], size: int) -> list[int]:
-    """Give each cost to a rank in range(size): the largest first, always to the least loaded rank (Graham 1969)."""
-    owners = [0] * len(costs)
-    loads = [(0, rank) for rank in range(size)]
-    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        load, rank = loads[0]
-        owners[i] = rank
-        heapq.heapreplace(loads, (load + costs[i], rank))
-    return owners
 
 
 class _FlatBuffer(NamedTuple):
@@ -344,7 +333,7 @@ def _check_equal_on_all_ranks(
 ) -> None:
     """Raise ValueError, on every rank, unless all have the same parameters and the same assignment."""
     described = [
-        [(tuple(p.shape), p.dtype, p.device.type, owners[p]) for p in group["params"]] + sorted(_list_options(group))
+        [(tuple(p.shape), p.dtype, p.device.type, owners[p]) for p in group["params"]] + sorted(list_options(group))
         for part in parts
         for group in part.param_groups
     ]
@@ -353,16 +342,6 @@ def _check_equal_on_all_ranks(
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
             raise ValueError(f"rank {rank} has other parameters or options in its optimizer than rank 0")
-
-
-def _list_options(group: Group) -> Iterator[tuple[str, str]]:
-    """Yield the options of a group as text that is the same on all ranks.
-
-    A function is described by its name, since its repr has an address.
-    """
-    for key, value in group.items():
-        if key != "params":
-            yield key, getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
 
 
 def _iterate_parts(optimizer: Optimizer) -> Iterator[Optimizer]:

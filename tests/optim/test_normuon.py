@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from muown_train.optim import Muon, Muown, NorMuon, NorMuown
 from muown_train.optim.normuon import equalize_rows
+from muown_train.optim.row_shards.exchange import Matrix
 
 
 def randn(*shape, seed=0):
@@ -76,7 +77,7 @@ def test_the_frobenius_norm_stays_and_the_first_rows_are_equal(m, n, seed, beta2
     O = randn(m, n, seed=seed)  # noqa: E741
     before = O.clone()
     v = torch.zeros(m, dtype=torch.float64)
-    equal = equalize_rows(O, v, beta2)
+    equal = equalize_rows(O, v, beta2, Matrix(tuple(O.shape)))
     assert torch.equal(O, before)
     torch.testing.assert_close(equal.norm(), O.norm(), rtol=1e-6, atol=0)
     torch.testing.assert_close(equal.norm(dim=1), (O.norm() / math.sqrt(m)).expand(m), rtol=1e-6, atol=0)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ..row_shards.placement import create_meta_whole, get_local, get_local_like, is_dtensor, wrap_local
 from .checks import check_number
+from .layouts import get_local_options
 from .loading import get_function_name, match_by_name, name_functions
 from .names import describe_parameter
 from .skip_step import run_or_restore, split_into_chunks
@@ -67,6 +69,9 @@ class BaseOptimizer(torch.optim.Optimizer):
         if not W.is_floating_point():
             raise ValueError(f"{name}: {type(self).__name__} takes real floating-point parameters, got {W.dtype}")
 
+    def agree_on_group(self, group: Group, j: int) -> None:
+        """Raise ValueError on all ranks if they give different groups with DTensors, which needs their agreement."""
+
     @property
     def can_skip_on_device(self) -> bool:
         """True if `step_groups` takes a skip flag."""
@@ -83,13 +88,17 @@ class BaseOptimizer(torch.optim.Optimizer):
         for all_params, group in zip(params, self.param_groups, strict=True):
             chunks = [all_params] if skip is None and all_params else split_into_chunks(all_params)
             for chunk in chunks:
-                grads = [p.grad for p in chunk if p.grad is not None]
-                states = [self.state[p] for p in chunk]
-                written = chain(chunk, *(state.values() for state in states))
-                run_or_restore(skip, partial(self.step_group, chunk, grads, states, group), written)
+                weights = list(map(get_local, chunk))
+                grads = list(map(get_local_gradient, chunk))
+                states = [{key: get_local(s) for key, s in self.state[p].items()} for p in chunk]
+                written = chain(weights, *(state.values() for state in states))
+                run_or_restore(skip, partial(self.step_group, weights, grads, states, group), written)
 
     def step_group(self, params: list[Tensor], grads: list[Tensor], states: list[State], group: Group) -> None:
-        """Move parameters of one group and their state in place; each of them has a gradient."""
+        """Move parameters of one group and their state in place; each of them has a gradient.
+
+        Of DTensors these are the parts that this rank has.
+        """
         raise NotImplementedError
 
     @torch.no_grad()
@@ -146,10 +155,24 @@ class BaseOptimizer(torch.optim.Optimizer):
                 state = self.state.get(p)
                 if not state:
                     self.check_parameter(describe_parameter(group, i, j), p.detach(), group)
-                    new[p] = self.create_state(p.detach(), group)
+                    new[p] = self._create_state_of(p, group)
                 elif not self._is_in_place(p, state[self.momentum_key]):
-                    new[p] = _copy_state(state, self.create_state(p.detach().to("meta"), group), p.device)
+                    new[p] = _copy_state(state, self._create_state_of(p, group, on_meta=True), p.device)
         self.state.update(new)
+
+    def _create_state_of(self, p: Tensor, group: Group, on_meta: bool = False) -> State:
+        """Return the state of a new parameter; that of a DTensor has its mesh and placements, besides scalars.
+
+        Args:
+            on_meta: create tensors on the meta device, with their shapes and dtypes alone.
+        """
+        W = p.detach()
+        if not is_dtensor(W):
+            return self.create_state(W.to("meta") if on_meta else W, group)
+        local = get_local(W)
+        state = self.create_state(local.to("meta") if on_meta else local, get_local_options(group))
+        whole = self.create_state(create_meta_whole(W), group)
+        return {key: wrap_local(s, W, whole[key].shape) if s.ndim else s for key, s in state.items()}
 
     def _is_in_place(self, p: Tensor, momentum: Tensor) -> bool:
         """Return whether the state of a parameter is where and as `create_state` would make it now."""
@@ -165,6 +188,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         group, j = self.param_groups[-1], len(self.param_groups) - 1
         try:
             group.update({key: _to_python_number(key, value) for key, value in group.items()})
+            self.agree_on_group(group, j)
             self.check_group(group)
             seen = set()
             for i, p in enumerate(group["params"]):
@@ -200,7 +224,7 @@ class BaseOptimizer(torch.optim.Optimizer):
             for j, (group, saved_group) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=True)):
                 for i, (p, key) in enumerate(zip(group["params"], saved_group["params"], strict=True)):
                     if saved := state_dict["state"].get(key):
-                        expected = self.create_state(p.detach().to("meta"), group)
+                        expected = self._create_state_of(p, group, on_meta=True)
                         self._check_saved_state(describe_parameter(group, i, j), expected, saved)
                         loaded[p] = _copy_state(saved, expected, p.device)
             return state_dict
@@ -263,12 +287,23 @@ def collect_defaults(arguments: dict[str, Any], **group_only: Any) -> Group:
 
 
 def _copy_state(state: State, expected: State, device: torch.device) -> State:
-    """Return copies of a state with the dtypes and strides of `expected`, whose tensors on meta stand for `device`."""
+    """Return copies of a state with the dtypes and strides of `expected`, whose tensors on meta stand for `device`.
+
+    DTensors in `expected` take their part of what they are given, be it DTensors or whole tensors.
+    """
     copies = {}
     for key, tensor in expected.items():
-        target = torch.empty_like(tensor, device=device if tensor.is_meta else tensor.device)
-        copies[key] = target.copy_(state.get(key, tensor))
+        local = get_local(tensor)
+        target = torch.empty_like(local, device=device if local.is_meta else local.device)
+        target.copy_(get_local_like(state[key], tensor) if key in state else local)
+        copies[key] = wrap_local(target, tensor, tensor.shape) if is_dtensor(tensor) else target
     return copies
+
+
+def get_local_gradient(p: Tensor) -> Tensor:
+    """Return this rank's part of a parameter's gradient."""
+    assert p.grad is not None
+    return get_local_like(p.grad, p)
 
 
 def _suspend_autocast(params: list[list[Tensor]]) -> AbstractContextManager[Any]:

@@ -13,11 +13,13 @@ Every matrix is a view, so a step that writes to it writes to the parameter.
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
 
+from ..row_shards.placement import check_placements, create_meta_whole, find_row_shard, get_local, is_dtensor
 from .checks import check_blocks, check_bool, check_choice, is_sequence
 
 Group = dict[str, Any]
@@ -43,6 +45,16 @@ def split_matrices(X: Tensor, group: Group, like: Tensor | None = None) -> list[
     return matrices
 
 
+def get_local_options(group: Group) -> Group:
+    """Return the options of a group for the rows of a DTensor that a rank has, whose blocks are those of the whole."""
+    return group if group.get("layout") == "experts" else group | {"blocks": None}
+
+
+def split_local_matrices(W: Tensor, group: Group) -> list[Tensor]:
+    """Return the matrices of a parameter; of a DTensor this rank's experts, or its rows as one matrix."""
+    return split_matrices(get_local(W), get_local_options(group) if is_dtensor(W) else group)
+
+
 def _split_layout(X: Tensor, group: Group, like: Tensor) -> list[Tensor]:
     if group["layout"] == "experts":
         return [X.select(0, e) for e in range(X.shape[0])]
@@ -50,12 +62,20 @@ def _split_layout(X: Tensor, group: Group, like: Tensor) -> list[Tensor]:
         # The columns are in the order of memory, so that a weight in channels_last is a view too.
         strides = like.stride()
         order = sorted(range(1, X.ndim), key=lambda axis: -strides[axis])
-        return [X.permute(0, *order).reshape(X.shape[0], -1)]
+        columns = math.prod(X.shape[1:])  # which reshape cannot infer for a rank without rows
+        return [X.permute(0, *order).reshape(X.shape[0], columns)]
     return [X]
 
 
 def check_layout(name: str, W: Tensor, group: Group, kind: str) -> None:
-    """Raise ValueError naming W if its shape is not what the layout says; `kind` names the optimizer."""
+    """Raise ValueError naming W if its shape is not what the layout says; `kind` names the optimizer.
+
+    A DTensor must be sharded by rows of its matrices, or by experts.
+    """
+    if is_dtensor(W):
+        check_placements(name, W)
+        _check_shardable(name, W, group)
+        W = create_meta_whole(W)
     layout = group["layout"]
     if layout is None and W.ndim != 2:
         raise ValueError(
@@ -75,6 +95,22 @@ def check_layout(name: str, W: Tensor, group: Group, kind: str) -> None:
     check_blocks(name, matrix.mT if group["transposed"] else matrix, group["blocks"])
     if layout == "conv" and split_matrices(W, group)[0].data_ptr() != W.data_ptr():
         raise ValueError(f"{name}: a convolution's weight must be dense in memory, got strides {W.stride()}")
+
+
+def _check_shardable(name: str, W: Tensor, group: Group) -> None:
+    """Raise ValueError naming the DTensor W if a rank has parts of its matrices that are no rows."""
+    shard = find_row_shard(W)
+    if shard is None or shard.axis is None:
+        return
+    if group["layout"] == "experts":
+        if W.shape[0] % len(shard.bounds):
+            raise ValueError(
+                f"{name}: a DTensor's experts must divide among the {len(shard.bounds)} ranks, got {W.shape[0]}"
+            )
+    elif group["transposed"]:
+        raise ValueError(
+            f"{name}: a DTensor must not be transposed, since its columns are sharded, where its rows must be"
+        )
 
 
 def check_layout_options(group: Group) -> None:

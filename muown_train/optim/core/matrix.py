@@ -11,7 +11,7 @@ output.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, cast
@@ -19,11 +19,16 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .base import BaseOptimizer, Group, State
-from .checks import check_bool, check_choice, check_no_dtensor, check_number, check_numbers, is_whole_number
-from .layouts import check_layout, check_layout_options, split_matrices
-from .orthogonalize import get_dtype_name, newton_schulz, polar_express, svd
-from .skip_step import run_or_restore, run_or_restore_stacked
+from ..row_shards.agreement import agree
+from ..row_shards.balance import balance_costs
+from ..row_shards.exchange import Matrix, map_whole, run_in_pipeline, split_rows
+from ..row_shards.placement import create_meta_whole, find_row_shard, get_local, is_dtensor
+from .base import BaseOptimizer, Group, State, get_local_gradient
+from .checks import check_bool, check_choice, check_number, check_numbers, is_whole_number
+from .layouts import check_layout, check_layout_options, get_local_options, split_matrices
+from .names import describe_parameter, list_options
+from .orthogonalize import choose_dtype, count_flops, get_dtype_name, newton_schulz, polar_express, svd
+from .skip_step import remember, run_or_restore
 
 Extras = Sequence[Tensor]  # the tensors that `prepare` returns for `apply` besides X
 Number = float | Tensor  # a one-element tensor in compiled code, which would be compiled again for each new float
@@ -42,12 +47,16 @@ class _StepFunctions(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """One matrix as the algorithm sees it: W and G (m, n), its rows of the state, and the options of its group."""
+    """One matrix as the algorithm sees it: W and G (m, n), its rows of the state, and the options of its group.
+
+    Of a DTensor's matrix these are the rows that this rank has, which may be none.
+    """
 
     W: Tensor
     G: Tensor
     state: State
     group: Group
+    matrix: Matrix
 
 
 class MatrixOptimizer(BaseOptimizer):
@@ -77,10 +86,22 @@ class MatrixOptimizer(BaseOptimizer):
         """Add the gradient to the momentum; return X, which is only read, and the extras that `apply` needs.
 
         `state` holds views into the state of the parameter, to be written to; W and G (m, n) are only read.
+
+        This works row by row, since a rank may have only some rows of a DTensor's matrix, or none; so does `apply`.
         """
         raise NotImplementedError
 
-    def apply(self, W: Tensor, O: Tensor, extras: Extras, state: State, group: Group, lr: Number, step: Number) -> None:  # noqa: E741
+    def apply(
+        self,
+        W: Tensor,
+        O: Tensor,  # noqa: E741
+        extras: Extras,
+        state: State,
+        group: Group,
+        lr: Number,
+        step: Number,
+        matrix: Matrix,
+    ) -> None:
         """Move one matrix and the vectors of its state in place.
 
         Args:
@@ -89,6 +110,7 @@ class MatrixOptimizer(BaseOptimizer):
             group: everything in it but lr is a constant to compiled code.
             lr: the group's learning rate.
             step: the number of this step, counted from 1.
+            matrix: the whole matrix, with its shape and what combines numbers of all its rows.
         """
         raise NotImplementedError
 
@@ -98,7 +120,7 @@ class MatrixOptimizer(BaseOptimizer):
 
     def get_lr_scales(self, group: Group) -> list[float]:
         """Return `get_lr_scale` of each matrix of each parameter of the group, in order."""
-        matrices = (W for p in group["params"] for W in split_matrices(p.detach(), group))
+        matrices = (W for p in group["params"] for W in split_matrices(create_meta_whole(p), group))
         return [self.get_lr_scale(group, *W.shape) for W in matrices]
 
     @property
@@ -108,23 +130,40 @@ class MatrixOptimizer(BaseOptimizer):
 
     def step_groups(self, params: list[list[Tensor]], skip: Tensor | None) -> None:
         """Move all groups together, since matrices of one shape are orthogonalised at once."""
-        for batch in _batch_blocks(self._collect_blocks(params, skip)):
-            skip_here = None if skip is None else skip.to(batch[0].W.device)
-            vectors = [s for block in batch for s in block.state.values() if s.ndim == 1]
-            run_or_restore_stacked(skip_here, partial(self._step_batch, batch, skip_here), vectors)
+        sharded = []
+        for batch, owners in _batch_blocks(self._collect_blocks(params, skip)):
+            if owners is None:
+                X, finish = self._prepare_batch(batch, skip)
+                finish(orthogonalize(X, batch[0].group))
+                del X, finish  # this memory is free before the next batch
+            else:
+                sharded.append(self._step_shards(batch, owners, skip))
+        run_in_pipeline(sharded)
 
-    def _step_batch(self, batch: list[_Block], skip: Tensor | None) -> None:
-        """Move the blocks that are orthogonalised as one stack; the vectors of their state move even if skip is true.
+    def _step_shards(self, batch: list[_Block], owners: list[int], skip: Tensor | None) -> Generator[None, None, None]:
+        """Move rows of DTensors' matrices, each of which one rank orthogonalises; this yields while rows travel."""
+        X, finish = self._prepare_batch(batch, skip)
+        group, matrices = batch[0].group, [block.matrix for block in batch]
+        dtype = choose_exchange_dtype(X[0], group)
+        finish((yield from map_whole(partial(orthogonalize, group=group), X, matrices, owners, dtype)))
 
-        This is a function of its own so that its temporary memory is free before the next batch.
-        """
-        prepare, apply, convert = self._get_step_functions(batch[0].W, skip)
-        prepared = [prepare(skip, *block) for block in batch]
-        outputs = orthogonalize([X for X, *_ in prepared], batch[0].group)
-        for (W, _, state, group), (_, *extras), O in zip(batch, prepared, outputs, strict=True):  # noqa: E741
-            # a step number that depends on skip flags stays on the device
-            step = convert(state["step"]) if skip is None else state["step"].to(skip.device, torch.float64)
-            apply(skip, W, O, extras, state, group, convert(group["lr"]), step)
+    def _prepare_batch(
+        self, batch: list[_Block], skip: Tensor | None
+    ) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], None]]:
+        """Return X of blocks that are orthogonalised as one stack, and the function that moves them by the results."""
+        skip = None if skip is None else skip.to(batch[0].W.device)
+        restore = remember(skip, [s for block in batch for s in block.state.values() if s.ndim == 1])
+        prepare, apply, convert = self._get_step_functions(batch[0], skip)
+        prepared = [prepare(skip, *block[:4]) for block in batch]
+
+        def finish(outputs: Iterable[Tensor]) -> None:
+            for (W, _, state, group, matrix), (_, *extras), O in zip(batch, prepared, outputs, strict=True):  # noqa: E741
+                # a step number that depends on skip flags stays on the device
+                step = convert(state["step"]) if skip is None else state["step"].to(skip.device, torch.float64)
+                apply(skip, W, O, extras, state, group, convert(group["lr"]), step, matrix)
+            restore()
+
+        return [X for X, *_ in prepared], finish
 
     def _prepare_or_restore(
         self, skip: Tensor | None, W: Tensor, G: Tensor, state: State, group: Group
@@ -151,15 +190,17 @@ class MatrixOptimizer(BaseOptimizer):
         self._compile_options = options
         self._compiled: dict[Any, _StepFunctions] = {}
 
-    def _get_step_functions(self, W: Tensor, skip: Tensor | None) -> _StepFunctions:
-        """Return the functions for matrices like W, compiled if `compile` was called."""
+    def _get_step_functions(self, block: _Block, skip: Tensor | None) -> _StepFunctions:
+        """Return the functions for blocks like this, compiled if `compile` was called."""
         if self._compile_options is None:
             # a user who compiles the whole step has numbers that change with each step as tensors
             convert = _to_float64_tensor if torch.compiler.is_compiling() else float
             return _StepFunctions(self._prepare_or_restore, self._apply_or_restore, convert)
-        key = W.shape, W.stride(), W.dtype, W.device, skip is None
+        W, is_sharded = block.W, block.matrix.shard is not None
+        # a rank has few or many rows of a sharded matrix, for which one program serves
+        key = W.shape[is_sharded:], W.stride(), W.dtype, W.device, skip is None, is_sharded
         if key not in self._compiled:
-            options = {"dynamic": False, **self._compile_options}
+            options = {"dynamic": None if is_sharded else False, **self._compile_options}
             methods = (self._prepare_or_restore, self._apply_or_restore)
             prepare, apply = (torch.compile(_copy_method(method), **options) for method in methods)
             self._compiled[key] = _StepFunctions(prepare, apply, _to_float64_tensor)
@@ -171,14 +212,39 @@ class MatrixOptimizer(BaseOptimizer):
         increment = None if skip is None else skip.logical_not()
         for group_params, group in zip(params, self.param_groups, strict=True):
             for p in group_params:
-                assert p.grad is not None
                 state = self.state[p]
                 if increment is None:
                     state["step"] += 1
                 else:
                     state["step"] = state["step"].to(increment.device, non_blocking=True).add_(increment)
-                blocks += _split_parameter(p, p.grad, state, group)
+                blocks += _split_parameter(p, state, group)
         return blocks
+
+    def _collect_params(self) -> list[list[Tensor]]:
+        """Return the parameters of each group that have a gradient.
+
+        Raises:
+            ValueError: for a sparse gradient; on all ranks, where those of DTensors have gradients of different ones.
+        """
+        params = super()._collect_params()
+        facts: dict[Any, list[str]] = {}
+        for j, group in enumerate(self.param_groups):
+            for i, p in enumerate(group["params"]):
+                if is_dtensor(p):
+                    has = "no gradient" if p.grad is None else "a gradient" if self.state.get(p) else "a first gradient"
+                    facts.setdefault(cast(Any, p).device_mesh, []).append(f"{has} of {describe_parameter(group, i, j)}")
+        for mesh, own in facts.items():
+            agree(mesh, own)
+        return params
+
+    def agree_on_group(self, group: Group, j: int) -> None:
+        facts: dict[Any, list[str]] = {}
+        for i, p in enumerate(group["params"]):
+            if is_dtensor(p):
+                own = facts.setdefault(cast(Any, p).device_mesh, [])
+                own.append(f"{describe_parameter(group, i, j)} of shape {tuple(p.shape)} and {p.dtype}")
+        for mesh, own in facts.items():
+            agree(mesh, own + [f"{key}={value} in group {j}" for key, value in sorted(list_options(group))])
 
     def check_group(self, group: Group) -> None:
         """Raise ValueError if an option of the group is invalid, and bring the others into plain form.
@@ -207,7 +273,6 @@ class MatrixOptimizer(BaseOptimizer):
                 raise ValueError(f"ns_dtype: {error}") from None
 
     def check_parameter(self, name: str, W: Tensor, group: Group) -> None:
-        check_no_dtensor(name, W, type(self).__name__)
         super().check_parameter(name, W, group)
         check_layout(name, W, group, type(self).__name__)
 
@@ -250,19 +315,42 @@ def orthogonalize(X: list[Tensor], group: Group) -> Tensor:
     return output
 
 
-def _batch_blocks(blocks: Iterable[_Block]) -> Iterable[list[_Block]]:
-    """Yield the blocks in lists to orthogonalise as one stack, of at most MAX_BATCH_ELEMENTS or of a single block."""
+def choose_exchange_dtype(X: Tensor, group: Group) -> torch.dtype:
+    """Return the dtype in which rows of X travel: that of the iteration, if it is narrower than X's own."""
+    if group["orthogonalizer"] not in ("newton_schulz", "polar_express"):
+        return X.dtype
+    used = choose_dtype(X.device, X.dtype, group["ns_dtype"])
+    return used if used.itemsize < X.dtype.itemsize else X.dtype
+
+
+def _batch_blocks(blocks: Iterable[_Block]) -> Iterator[tuple[list[_Block], list[int] | None]]:
+    """Yield the blocks in lists to orthogonalise as one stack, and the rank that does so for each if they are sharded.
+
+    A rank stacks at most about MAX_BATCH_ELEMENTS, or a single block.
+    """
     alike: dict[Any, list[_Block]] = {}
+    sharded: dict[Any, list[_Block]] = {}
     for block in blocks:
-        W, group = block.W, block.group
+        W, group, matrix = block.W, block.group, block.matrix
         settings = [group[key] for key in ("orthogonalizer", "ns_steps", "eps", "ns_dtype")]
-        key = (W.shape, W.dtype, W.device, *settings, *group["ns_coefficients"])
-        alike.setdefault(key, []).append(block)
+        axis = None if matrix.shard is None else (matrix.shard.mesh, matrix.shard.axis)
+        alike.setdefault((matrix.shape, W.dtype, W.device, axis, *settings, *group["ns_coefficients"]), []).append(
+            block
+        )
+        if axis:
+            sharded.setdefault(axis, []).append(block)
+    owners: dict[int, int] = {}
+    for members in sharded.values():
+        costs = [count_flops(*block.matrix.shape, block.group["ns_steps"]) for block in members]
+        ranks = balance_costs(costs, len(members[0].matrix.counts), [block.matrix.counts for block in members])
+        owners |= {id(block): rank for block, rank in zip(members, ranks, strict=True)}
     for batch in alike.values():
-        W = batch[0].W
-        size = max(1, MAX_BATCH_ELEMENTS.get(W.device.type, 2**26) // W.numel())
+        W, matrix = batch[0].W, batch[0].matrix
+        most = MAX_BATCH_ELEMENTS.get(W.device.type, 2**26) // math.prod(matrix.shape)
+        size = max(1, most) * max(1, len(matrix.counts))
         for start in range(0, len(batch), size):
-            yield batch[start : start + size]
+            part = batch[start : start + size]
+            yield part, [owners[id(block)] for block in part] if matrix.shard else None
 
 
 def _copy_method(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -280,15 +368,30 @@ def _to_float64_tensor(number: Number) -> Tensor:
     return torch.as_tensor(number, dtype=torch.float64, device="cpu")
 
 
-def _split_parameter(p: Tensor, grad: Tensor, state: State, group: Group) -> Iterator[_Block]:
+def _split_parameter(p: Tensor, state: State, group: Group) -> Iterator[_Block]:
     """Yield the matrices of a parameter with their rows of the gradient and the state."""
-    W, G = split_matrices(p.detach(), group), split_matrices(grad, group, like=p)
+    shard = find_row_shard(p) if group["layout"] != "experts" else None
+    W, G = get_local(p.detach()), get_local_gradient(p)
+    state = {key: get_local(s) for key, s in state.items()}
+    if shard is None:
+        yield from _split_local(W, G, state, group)
+        return
+    ((W, G, state, _, _),) = _split_local(W, G, state, get_local_options(group))
+    for matrix, start in split_rows(shard, group["blocks"], W.shape[1]):
+        m = matrix.counts[shard.rank]
+        rows = {key: s if s.ndim == 0 else s.narrow(0, start, m) for key, s in state.items()}
+        yield _Block(W.narrow(0, start, m), G.narrow(0, start, m), rows, group, matrix)
+
+
+def _split_local(p: Tensor, grad: Tensor, state: State, group: Group) -> Iterator[_Block]:
+    W, G = split_matrices(p, group), split_matrices(grad, group, like=p)
     matrices = {key: split_matrices(s, group, like=p) for key, s in state.items() if s.ndim == p.ndim}
     start = 0
     for i, (A, B) in enumerate(zip(W, G, strict=True)):
+        m, n = A.shape
         rows = {
-            key: matrices[key][i] if key in matrices else s if s.ndim == 0 else s.narrow(0, start, A.shape[0])
+            key: matrices[key][i] if key in matrices else s if s.ndim == 0 else s.narrow(0, start, m)
             for key, s in state.items()
         }
-        yield _Block(A, B, rows, group)
-        start += A.shape[0]
+        yield _Block(A, B, rows, group, Matrix((m, n)))
+        start += m

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -22,3 +23,13 @@ def describe_parameter(group: dict[str, Any], i: int, j: int) -> str:
     if i < len(names):
         return f"parameter {names[i]!r}"
     return f"parameter {i} of group {j}, of shape {tuple(group['params'][i].shape)}"
+
+
+def list_options(group: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the options of a group as text that is the same on all ranks.
+
+    A function is described by its name, since its repr has an address.
+    """
+    for key, value in group.items():
+        if key != "params":
+            yield key, getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)

@@ -100,8 +100,14 @@ def _cpu_has_fast_bfloat16() -> bool:
 _cpu_has_fast_bfloat16._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def choose_dtype(device: torch.device | str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to iterate in: float64 for float64 matrices, else bfloat16 where it is fast, else float32."""
+def choose_dtype(device: torch.device | str, dtype: torch.dtype, given: torch.dtype | str | None = None) -> torch.dtype:
+    """Return the dtype to iterate in: float64 for float64 matrices, else bfloat16 where it is fast, else float32.
+
+    Args:
+        given: the user's choice, if there is one.
+    """
+    if given is not None:
+        return _DTYPES[get_dtype_name(given)]
     if dtype == torch.float64:
         return dtype
     return torch.bfloat16 if has_fast_bfloat16(device) else torch.float32
@@ -198,8 +204,7 @@ def apply_quintics(
     """
     shape, matrices = (X.shape, X.reshape(-1, *X.shape[-2:])) if isinstance(X, Tensor) else ((len(X), *X[0].shape), X)
     first = matrices[0]
-    used = choose_dtype(first.device, first.dtype) if dtype is None else _DTYPES[get_dtype_name(dtype)]
-    Y = _normalize_and_stack(matrices, eps, used)
+    Y = _normalize_and_stack(matrices, eps, choose_dtype(first.device, first.dtype, dtype))
     aspect = max(Y.shape[1:]) / min(Y.shape[1:])
     Y = _iterate_on_gram(Y, quintics) if on_gram and aspect >= GRAM_ASPECT else _iterate_on_matrix(Y, quintics)
     return Y.reshape(shape).to(first.dtype)

@@ -69,17 +69,23 @@ def run_or_restore(skip: Tensor | None, change: Callable[[], T], tensors: Iterab
     return result
 
 
-def run_or_restore_stacked(skip: Tensor | None, change: Callable[[], T], tensors: list[Tensor]) -> T:
-    """Do the same as `run_or_restore` for many small tensors of one shape, with few kernels.
+def remember(skip: Tensor | None, tensors: list[Tensor]) -> Callable[[], None]:
+    """Return a function that gives vectors the values that they have now, if skip is true.
 
-    The number of kernels, not of elements, decides how long small tensors take.
+    All of them are copied together, since the number of kernels, not of elements, decides how long small tensors take.
+
+    Args:
+        skip: as in `run_or_restore`.
+        tensors: (m,), of any lengths, of one dtype and device.
     """
     if skip is None or not tensors:
-        return change()
-    before = torch.stack(tensors)
-    result = change()
-    torch._foreach_copy_(tensors, torch.where(skip, before, torch.stack(tensors)).unbind())
-    return result
+        return lambda: None
+    before, sizes = torch.cat(tensors), [len(tensor) for tensor in tensors]
+
+    def restore() -> None:
+        torch._foreach_copy_(tensors, torch.where(skip, before, torch.cat(tensors)).split(sizes))
+
+    return restore
 
 
 def split_into_chunks(params: list[Tensor]) -> Iterator[list[Tensor]]:

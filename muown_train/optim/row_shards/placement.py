@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import torch
 from torch import Size, Tensor
 
 if TYPE_CHECKING:
@@ -71,6 +72,11 @@ def find_row_shard(tensor: Tensor) -> RowShard | None:
     return RowShard(mesh, axes[0], mesh.get_local_rank(axes[0]), bounds)
 
 
+def create_meta_whole(tensor: Tensor) -> Tensor:
+    """Return a plain tensor on the meta device with the shape, strides and dtype of a tensor."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 def wrap_local(local: Tensor, like: Tensor, shape: Size) -> Tensor:
     """Return a DTensor of a shape, with the mesh and placements of `like`, whose part on this rank is `local`.
 
@@ -82,6 +88,26 @@ def wrap_local(local: Tensor, like: Tensor, shape: Size) -> Tensor:
     strides = local.new_empty(shape, device="meta").stride()
     given = cast("DTensor", like)
     return DTensor.from_local(local, given.device_mesh, given.placements, run_check=False, shape=shape, stride=strides)
+
+
+def get_local_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of a tensor as it would have it with the mesh and placements of `like`.
+
+    A tensor with other placements, such as a gradient that has not been summed, is brought to them: a collective call.
+
+    Args:
+        tensor: of the shape of `like`; plain, which is the whole, or a DTensor.
+    """
+    if not is_dtensor(like):
+        return cast("DTensor", tensor).full_tensor() if is_dtensor(tensor) else tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    mesh, placements = cast("DTensor", like).device_mesh, cast("DTensor", like).placements
+    if not isinstance(tensor, DTensor):
+        return distribute_tensor(tensor, mesh, placements, src_data_rank=None).to_local()
+    if tensor.device_mesh != mesh:
+        return get_local_like(tensor.full_tensor(), like)
+    return tensor.redistribute(placements=placements).to_local()
 
 
 def take_own_rows(whole: Tensor, like: Tensor) -> Tensor:

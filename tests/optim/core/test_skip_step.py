@@ -115,7 +115,7 @@ def test_skipping_on_the_device_equals_skipping_on_the_host(case, bad):
 
 def test_the_host_does_not_read_the_flag(monkeypatch):
     flags = []
-    monkeypatch.setattr(MatrixOptimizer, "_step_batch", lambda self, batch, skip: flags.append(skip))
+    monkeypatch.setattr(MatrixOptimizer, "step_groups", lambda self, params, skip: flags.append(skip))
     optimizer = Muown(parameters()[:1])
     monkeypatch.setattr(skip_step, "can_read_without_sync", lambda skip: False)
     for number in range(4):

@@ -1,0 +1,73 @@
+"""Checks that the ranks of a mesh do the same, before they communicate as if they did."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .placement import find_row_shard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# The groups that were made to talk through CPUs, by ranks, for each default group, since programs may make it anew.
+_groups: WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def agree(mesh: DeviceMesh, facts: Sequence[str], value: int = 0) -> list[int]:
+    """Return the values of all ranks of a mesh, in order; a collective call, through the CPUs.
+
+    Every agreement has the same form on the network. So ranks whose programs have gone different ways find it out here,
+    and none waits for another.
+
+    Args:
+        facts: what this rank is about to do, as short sentences, which must be the same on all ranks.
+
+    Raises:
+        ValueError: on every rank, if the facts differ; the message has the first that does.
+    """
+    group = _get_cpu_group(mesh)
+    digest = int.from_bytes(hashlib.sha256(repr(list(facts)).encode()).digest()[:7])
+    own = torch.tensor([digest, value])
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own, group=group)
+    digests, values = zip(*(each.tolist() for each in gathered), strict=True)
+    if len(set(digests)) > 1:
+        everyones: list[Any] = [None] * len(digests)
+        dist.all_gather_object(everyones, list(facts), group=group)
+        rank = next(rank for rank, other in enumerate(digests) if other != digests[0])
+        pairs = zip_longest(everyones[0], everyones[rank], fillvalue="nothing more")
+        first, other = next((a, b) for a, b in pairs if a != b)
+        raise ValueError(
+            f"the ranks differ in what they give to the optimizer: {first} on rank 0, {other} on rank {rank}"
+        )
+    return list(values)
+
+
+def sum_over_ranks(tensor: Tensor, fact: str, value: int) -> int:
+    """Return the sum of a value over the ranks that share the rows of a DTensor, which `agree` on the fact."""
+    shard = find_row_shard(tensor)
+    assert shard is not None
+    values = agree(shard.mesh, [fact], value)
+    replicas = len(values) // len(shard.bounds)
+    return sum(values) // replicas
+
+
+def _get_cpu_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return a group of the ranks of a mesh that sends what lies in host memory; a collective call at first."""
+    world = dist.group.WORLD
+    assert world is not None
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    if len(ranks) == dist.get_world_size() and torch.device("cpu") in world._device_types:
+        return world
+    known = _groups.setdefault(world, {})
+    if ranks not in known:
+        known[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+    return known[ranks]
