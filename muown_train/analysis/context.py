@@ -1,7 +1,8 @@
 """The input of a measurement: a model at one moment of its training, the state of its optimizer, and its next data.
 
 A measurement does not change training, bit for bit: gradients come from `torch.autograd.grad`, which leaves `p.grad`
-and the hooks of DDP alone; rows come from a source of its own; and it uses no random number generator.
+and the hooks of DDP alone, or where ranks hold rows of the model from FSDP2's hooks, and go before the next step; rows
+come from a source of its own; and it uses no random number generator.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,16 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from muown_train.analysis.matrices import Matrix, find_matrices
+from muown_train.analysis.matrices import Matrix, find_matrices, gather_whole
 from muown_train.data.loader import Loader
 from muown_train.data.rows import RowSource
 from muown_train.models.language_model import LanguageModel
 from muown_train.optim.muown import list_row_norms
 from muown_train.optim.param_groups import canonical_name
+from muown_train.optim.row_shards.placement import is_dtensor
 from muown_train.runtime.distributed import World
 
 T = TypeVar("T")
-Gradients = dict[nn.Parameter, Tensor]
+Gradients = dict[str, Tensor]  # by the canonical name of the parameter
 
 
 class Magnitudes(NamedTuple):
@@ -80,30 +82,59 @@ class ProbeContext:
 
         Only this rank's rows count; there is no communication.
         """
-        parameters = list(dict.fromkeys(matrix.parameter for matrix in self.matrices))
+        parameters = {matrix.parameter_name: matrix.parameter for matrix in self.matrices}
         total: Gradients = {}
         for part in torch.split(rows, self.micro_batch):
             with torch.enable_grad():
                 loss = self.compute_loss(part) / targets
-            for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-                total[p] = total[p].add_(gradient) if p in total else gradient
+            gradients = torch.autograd.grad(loss, list(parameters.values()))
+            for name, gradient in zip(parameters, gradients, strict=True):
+                total[name] = total[name].add_(gradient) if name in total else gradient
         return total
 
     def compute_minibatch_gradients(self, count: int, tokens: int) -> Iterator[Gradients]:
-        """Yield the mean gradient of each of the next minibatches of `tokens` tokens; each is a collective call."""
+        """Yield the mean gradient of each of the next minibatches of `tokens` tokens; each is a collective call.
+
+        It is a DTensor where its parameter is one.
+        """
         for rows in self.iterate_batches(count, tokens // self.seq_len):
+            if any(is_dtensor(matrix.parameter) for matrix in self.matrices):
+                yield self._compute_sharded_gradient(rows, tokens)
+                continue
             gradients = self.compute_gradient(rows, tokens)
             for gradient in gradients.values():
                 self.world.sum(gradient)
             yield gradients
 
-    def measure_matrices(self, measure: Callable[[Matrix], T]) -> dict[str, T]:
-        """Return a small result for each matrix by name; the ranks share the work, so this is a collective call."""
-        own = {}
+    def _compute_sharded_gradient(self, rows: Tensor, targets: int) -> Gradients:
+        """Return the gradient of all ranks' rows as FSDP2 leaves it between steps, when no parameter has one."""
+        for part in torch.split(rows, self.micro_batch):
+            with torch.enable_grad():
+                loss = self.compute_loss(part) * (self.world.size / targets)  # FSDP2 takes the mean over ranks
+            loss.backward()  # type: ignore[no-untyped-call]
+        gradients = {matrix.parameter_name: matrix.parameter.grad for matrix in self.matrices}
+        self.model.zero_grad(set_to_none=True)
+        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+    def measure_matrices(self, measure: Callable[..., T], gradients: Gradients | None = None) -> dict[str, T]:
+        """Return a small result for each matrix by name; the ranks share the work, so this is a collective call.
+
+        Args:
+            measure: takes a matrix, its W (m, n), and where there are gradients its gradient (m, n).
+        """
+        own: dict[str, T] = {}
         for start in range(0, len(self.matrices), self.world.size):
             self.check_stop()
-            for matrix in self.matrices[start : start + self.world.size][self.world.rank :][:1]:
-                own[matrix.name] = measure(matrix)
+            mine: tuple[Matrix, list[Tensor]] | None = None
+            for rank, matrix in enumerate(self.matrices[start : start + self.world.size]):
+                tensors = [matrix.parameter.detach()]
+                if gradients is not None:
+                    tensors.append(gradients[matrix.parameter_name])
+                wholes = [gather_whole(tensor) for tensor in tensors]  # all ranks take part, and one keeps the result
+                if rank == self.world.rank:
+                    mine = matrix, [matrix.take_rows(whole) for whole in wholes]
+            if mine:
+                own[mine[0].name] = measure(mine[0], *mine[1])
         results = {name: result for part in self.world.gather(own) for name, result in part.items()}
         return {matrix.name: results[matrix.name] for matrix in self.matrices}
 
@@ -123,18 +154,15 @@ def make_magnitude_reader(optimizer: Optimizer, model: nn.Module, world: World) 
 
     def gather_magnitudes() -> dict[str, Magnitudes]:
         # before its first step a parameter has no state: g and r are then the norms of its rows
-        magnitudes = {
-            names[p]: Magnitudes(norms, norms)
-            for group in optimizer.param_groups
-            if "magnitude" in group and group.get("reparameterize", True)
-            for p in group["params"]
-            for norms in [list_row_norms(p.detach(), group).cpu()]
-        }
-        own = {
-            names[p]: Magnitudes(state["magnitude"].cpu(), state["row_norm"].cpu())
-            for p, state in optimizer.state.items()
-            if "magnitude" in state
-        }
+        magnitudes, own = {}, {}
+        for group in optimizer.param_groups:
+            if "magnitude" not in group or not group.get("reparameterize", True):
+                continue
+            for p in group["params"]:
+                norms = list_row_norms(gather_whole(p.detach()), group).cpu()
+                magnitudes[names[p]] = Magnitudes(norms, norms)
+                if "magnitude" in (state := optimizer.state.get(p, {})):
+                    own[names[p]] = Magnitudes(*(gather_whole(state[key]).cpu() for key in ("magnitude", "row_norm")))
         for part in world.gather(own):
             magnitudes.update(part)
         return magnitudes

@@ -30,7 +30,6 @@ from muown_train.analysis.matrices import Matrix
 from muown_train.analysis.spectral import compute_singular_values
 from muown_train.config.stored_files import COUNT, NUMBER, check_entries, list_of
 from muown_train.optim.core.weight_norm import split_gradient
-from muown_train.optim.param_groups import canonical_name
 from muown_train.runtime.atomic_files import open_regular, try_read_json, write_atomic
 
 MAX_BATCH_ELEMENTS = 2**25  # elements of the matrices that are decomposed together
@@ -52,7 +51,6 @@ class GradientNoise:
         self.mean_file, self.squares_file = get_scratch_files(scratch)
         settings = [identity, batches, save_every, context.batch_tokens, context.seq_len, context.autocast]
         self.key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
-        self.names = {p: canonical_name(name) for name, p in context.model.named_parameters()}
 
     def measure(self, progress: Progress) -> dict[str, float]:
         """Return the noise of each matrix by name (`compute_noise_terms`) and its quartiles; a collective call."""
@@ -70,19 +68,20 @@ class GradientNoise:
         """Return the mean gradient over all minibatches, in float64."""
         total: Gradients = {}
         for matrix in self.context.matrices:
-            total.setdefault(matrix.parameter, torch.zeros_like(matrix.parameter.detach(), dtype=torch.float64))
+            zeros = torch.zeros_like(matrix.parameter.detach(), dtype=torch.float64)
+            total.setdefault(matrix.parameter_name, zeros)
         self.context.get_rows().load_state_dict({})  # streams start from their beginning
         for done, indices in self._iterate_blocks(self._load_mean(total)):
-            block = {p: torch.zeros_like(tensor) for p, tensor in total.items()}
+            block = {name: torch.zeros_like(tensor) for name, tensor in total.items()}
             for i in indices:
-                for p, gradient in self._compute_gradient(i).items():
-                    block[p] += gradient
-            for p, tensor in block.items():
-                total[p] += self.context.world.sum(tensor)
+                for name, gradient in self._compute_gradient(i).items():
+                    block[name] += gradient
+            for name, tensor in block.items():
+                total[name] += self.context.world.sum(tensor)
             if self.context.world.is_main:
                 self._write_mean(total, done)
                 progress("mean gradient", done, self.batches)
-        return {p: tensor / self.batches for p, tensor in total.items()}
+        return {name: tensor / self.batches for name, tensor in total.items()}
 
     def _sum_squares(self, mean: Gradients, magnitudes: Mapping[str, Magnitudes], progress: Progress) -> Tensor:
         """Return the sums of `compute_squared_norms` of the deviations from the mean: (matrices, 3)."""
@@ -95,7 +94,7 @@ class GradientNoise:
             block = torch.zeros_like(total)
             for i in indices:
                 gradients = self._compute_gradient(i)
-                deviations = {p: mean[p] - gradient for p, gradient in gradients.items()}
+                deviations = {name: mean[name] - gradient for name, gradient in gradients.items()}
                 block += compute_squared_norms(self.context.matrices, deviations, magnitudes)
             total += self.context.world.sum(block)
             if self.context.world.is_main:
@@ -122,8 +121,8 @@ class GradientNoise:
         done: int = self.context.world.run_on_main(self._read_progress)
         if done:
             with safe_open(self.mean_file, "pt") as file:
-                for p, tensor in total.items():
-                    tensor.copy_(file.get_tensor(self.names[p]))
+                for name, tensor in total.items():
+                    tensor.copy_(file.get_tensor(name))
         return done
 
     def _read_progress(self) -> int:
@@ -133,8 +132,10 @@ class GradientNoise:
             with safe_open(self.mean_file, "pt") as file:
                 metadata = file.metadata() or {}
                 done = int(metadata["done"]) if metadata.get("key") == self.key else 0
-                parameters = {matrix.parameter for matrix in self.context.matrices} if done else ()
-                shapes = [file.get_slice(self.names[p]).get_shape() == list(p.shape) for p in parameters]
+                matrices = self.context.matrices if done else ()
+                shapes = [
+                    file.get_slice(each.parameter_name).get_shape() == list(each.parameter.shape) for each in matrices
+                ]
         except (FileNotFoundError, ValueError, KeyError, SafetensorError):  # there is none, or it is damaged
             return 0
         return done if 0 <= done <= self.batches and all(shapes) else 0
@@ -151,7 +152,7 @@ class GradientNoise:
         return saved if ours else {}
 
     def _write_mean(self, total: Gradients, done: int) -> None:
-        tensors = {self.names[p]: tensor.cpu() for p, tensor in total.items()}
+        tensors = {name: tensor.cpu() for name, tensor in total.items()}
         write_atomic(self.mean_file, save(tensors, {"key": self.key, "done": str(done)}))
 
 
@@ -180,7 +181,7 @@ def compute_squared_norms(
     norms = torch.zeros(len(matrices), 3, dtype=torch.float64)
     of_W, of_R = {}, {}
     for i, matrix in enumerate(matrices):
-        of_W[i] = d = matrix.take_rows(deviations[matrix.parameter])
+        of_W[i] = d = matrix.take_rows(deviations[matrix.parameter_name])
         if vectors := magnitudes.get(matrix.parameter_name):
             g, r = (matrix.take_rows(vector).to(d) for vector in vectors)
             d_g, of_R[i] = split_gradient(matrix.take_rows(matrix.parameter.detach()), d, g, r)

@@ -1,12 +1,14 @@
 """The weight matrices that a model declares; a fused matrix counts block by block, even where Muon sees it as one."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from muown_train.optim.core.layouts import split_matrices
 from muown_train.optim.param_groups import canonical_name, parameter_roles
+from muown_train.optim.row_shards.placement import is_dtensor
 
 
 class Matrix(NamedTuple):
@@ -24,7 +26,11 @@ class Matrix(NamedTuple):
         return self.name.split(":")[0]
 
     def take_rows(self, tensor: Tensor) -> Tensor:
-        """Return the matrix's part of a tensor laid out as the parameter, (m, n), or of a vector of all rows, (m,)."""
+        """Return the matrix's part of a tensor laid out as the parameter, (m, n), or of a vector of all rows, (m,).
+
+        Args:
+            tensor: no DTensor, see `gather_whole`.
+        """
         if tensor.ndim == 1:
             return tensor[self.rows]
         return split_matrices(tensor, self.options, like=self.parameter)[self.position]
@@ -39,8 +45,13 @@ def find_matrices(model: nn.Module) -> Iterator[Matrix]:
         if role.role != "matrix":
             continue
         options = {"blocks": role.blocks, "layout": role.layout, "transposed": role.transposed}
-        matrices = split_matrices(parameter.detach(), options)
+        matrices = split_matrices(torch.empty(parameter.shape, device="meta"), options)  # it may be a DTensor
         start = 0
         for i, matrix in enumerate(matrices):
             rows = slice(start, start := start + matrix.shape[0])
             yield Matrix(f"{name}:{i}" if len(matrices) > 1 else name, parameter, options, i, rows)
+
+
+def gather_whole(tensor: Tensor) -> Tensor:
+    """Return all of a DTensor on every rank, which is a collective call; return a plain tensor as it is."""
+    return cast(Any, tensor).full_tensor() if is_dtensor(tensor) else tensor

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
 from muown_train.analysis.attention_logits import find_largest_logits
-from muown_train.analysis.context import Gradients, Magnitudes, ProbeContext
+from muown_train.analysis.context import Magnitudes, ProbeContext
 from muown_train.analysis.matrices import Matrix
 from muown_train.analysis.spectral import (
     compute_normalised_effective_rank,
@@ -62,13 +63,12 @@ class Spectral:
     def __call__(self) -> Numbers:
         magnitudes = self.context.get_magnitudes()
         results = self.context.measure_matrices(
-            lambda matrix: self._measure(matrix) | measure_negative_share(matrix, magnitudes)
+            lambda matrix, W: self._measure(W) | measure_negative_share(matrix, magnitudes)
         )
         return {f"{name}/{key}": value for name, numbers in results.items() for key, value in numbers.items()}
 
     @torch.no_grad()
-    def _measure(self, matrix: Matrix) -> Numbers:
-        W = matrix.take_rows(matrix.parameter)
+    def _measure(self, W: Tensor) -> Numbers:
         numbers = {}
         if self.iterations:
             factors, error = estimate_spectral_factors(W, self.iterations)
@@ -117,7 +117,7 @@ class EffectiveRank:
         magnitudes = self.context.get_magnitudes()
         ranks: list[Numbers] = [
             self.context.measure_matrices(
-                lambda matrix, gradients=gradients: measure_effective_rank(matrix, gradients, magnitudes)  # type: ignore[misc]
+                lambda matrix, W, G: measure_effective_rank(matrix, W, G, magnitudes), gradients
             )
             for gradients in self.context.compute_minibatch_gradients(self.gradients, self.tokens)
         ]
@@ -125,19 +125,18 @@ class EffectiveRank:
 
 
 @torch.no_grad()
-def measure_effective_rank(matrix: Matrix, gradients: Gradients, magnitudes: Mapping[str, Magnitudes]) -> float:
+def measure_effective_rank(matrix: Matrix, W: Tensor, G: Tensor, magnitudes: Mapping[str, Magnitudes]) -> float:
     """Return the normalised effective rank of `select_gradient`'s matrix; NaN if it is zero."""
-    return float(compute_normalised_effective_rank(select_gradient(matrix, gradients, magnitudes)))
+    return float(compute_normalised_effective_rank(select_gradient(matrix, W, G, magnitudes)))
 
 
-def select_gradient(matrix: Matrix, gradients: Gradients, magnitudes: Mapping[str, Magnitudes]) -> torch.Tensor:
-    """Return the gradient of R (m, n) for a matrix with magnitudes, else the gradient of W."""
-    G = matrix.take_rows(gradients[matrix.parameter])
+def select_gradient(matrix: Matrix, W: Tensor, G: Tensor, magnitudes: Mapping[str, Magnitudes]) -> Tensor:
+    """Return the gradient of R (m, n) for a matrix with magnitudes, else that of W, which is G (m, n)."""
     vectors = magnitudes.get(matrix.parameter_name)
     if vectors is None:
         return G
     g, r = (matrix.take_rows(vector).to(G.device) for vector in vectors)
-    return split_gradient(matrix.take_rows(matrix.parameter.detach()), G, g, r)[1]
+    return split_gradient(W, G, g, r)[1]
 
 
 class AttentionLogits:

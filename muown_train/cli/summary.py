@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -40,7 +41,10 @@ def summarize(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def generate_sample(run: Run) -> str:
-    """Return a short text by the trained model, from the beginning of a document."""
+    """Return a short text by the trained model, from the beginning of a document.
+
+    Where no rank holds all weights this is a collective call; its passes depend on none of the tokens that are drawn.
+    """
     trainer, tokenizer = run.trainer, run.data.tokenizer
     prompt = [tokenizer.end_of_text]
     run.model.eval()
@@ -48,6 +52,12 @@ def generate_sample(run: Run) -> str:
     with trainer.autocast(), torch.compiler.set_stance("force_eager"):
         new = generate(run.model, prompt, run.config.sample_tokens, run.config.seq_len)
     return tokenizer.decode(new)
+
+
+def help_report_end(run: Run, outcome: Outcome) -> None:
+    """Take part in the sample of `report_end`, if it needs all ranks; on the ranks besides the main one."""
+    if outcome.state != "stopped" and run.trainer.parallel.is_sharded and run.trainer.world.gather(False)[0]:
+        generate_sample(run)
 
 
 def report_end(run: Run, outcome: Outcome, already: bool) -> None:
@@ -86,9 +96,13 @@ def report_end(run: Run, outcome: Outcome, already: bool) -> None:
         print(outcome.reason)
     if outcome.state == "diverged":
         print(escape_controls(f"DIVERGED: {outcome.reason}"))
-    elif run.config.sample_tokens and math.isfinite(summary["valid/loss"]):
+    is_worth_a_sample = outcome.state != "diverged" and math.isfinite(summary["valid/loss"])
+    needs_all = run.trainer.parallel.is_sharded
+    if needs_all:
+        run.trainer.world.gather(is_worth_a_sample)
+    if is_worth_a_sample and run.config.sample_tokens:
         try:
-            with raise_on_stop_signals():
+            with nullcontext() if needs_all else raise_on_stop_signals():  # no rank may leave the others alone
                 print(f"\n--- sample ---\n{escape_controls(generate_sample(run))}\n--- end of sample ---\n")
         except StopRequested as stop:
             print(f"no sample: {stop}", file=sys.stderr)

@@ -76,7 +76,7 @@ def train(config: RunConfig, overrides: Sequence[str]) -> float:
             stack.callback(lock.release)
         try:
             with speed_up_torch_import():  # this takes seconds, and errors in settings are known by now
-                from muown_train.cli.summary import report_end
+                from muown_train.cli.summary import help_report_end, report_end
                 from muown_train.runtime.distributed import join_world
                 from muown_train.training.build import build_run
                 from muown_train.training.continuation import continue_from_checkpoint
@@ -94,10 +94,12 @@ def train(config: RunConfig, overrides: Sequence[str]) -> float:
         try:
             ended_before = run.resume()
             outcome = ended_before or train_run(run)
-            if world.is_main:
-                forget_starts(run.folder)
-                with ignore_stop_signals():
+            with ignore_stop_signals():
+                if world.is_main:
+                    forget_starts(run.folder)
                     report_end(run, outcome, already=ended_before is not None)
+                else:
+                    help_report_end(run, outcome)
         except OSError as error:  # settings are right: a file or a connection that worked until now does not
             sentence = explain_error(error, [])
             hint = "" if "the same command" in sentence else "; the same command goes on from the last checkpoint"

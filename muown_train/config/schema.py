@@ -38,6 +38,7 @@ class RunConfig:
     precision: str
     reduce_dtype: str | None
     compile: bool
+    parallel: str = "ddp"
     shard_optimizer: str
     grad_clip: float | None
     eval_every: int
@@ -200,6 +201,7 @@ _CHECKS: dict[str, _Check] = {
     "profile_steps": _allow_null(_check_span),
     "time_limit": _expect_positive_or_null(" of minutes"),
     **dict.fromkeys(("compile", "paper_exact", "keep_best"), check_bool),
+    "parallel": _expect_choice("ddp", "fsdp", "hsdp"),
     "shard_optimizer": _expect_choice("node", "all", "none"),
     "on_save_error": _expect_choice("stop", "continue"),
     "on_bad_updates": _expect_choice("rollback", "stop"),

@@ -43,6 +43,13 @@ class FusedLinear(nn.Linear):
         self.row_blocks = row_blocks
 
 
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm whose gains take the dtype of its input, as its fused kernel asks; FSDP2 may gather them in bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Attention(nn.Module):
     """Causal self-attention: (B, T, D) -> (B, T, D)."""
 
@@ -80,9 +87,9 @@ class Block(nn.Module):
 
     def __init__(self, dim: int, heads: int, hidden: int, norm_eps: float, layer: int) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attention_norm = RMSNorm(dim, eps=norm_eps)
         self.attention = Attention(dim, heads, layer)
-        self.mlp_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.mlp_norm = RMSNorm(dim, eps=norm_eps)
         self.mlp = SwiGLU(dim, hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from muown_train.config.schema import TrainerSettings
 from muown_train.models.language_model import LanguageModel
+from muown_train.models.parallel import ReplicatedModel
 from muown_train.optim import Combined
 from muown_train.optim.core.matrix import MatrixOptimizer
 from muown_train.runtime.atomic_files import write_atomic
@@ -38,12 +39,14 @@ def describe(
     data: Mapping[str, Any],
     settings: TrainerSettings,
     world: World,
+    parallel: ReplicatedModel,
     initial_weights: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the manifest of a run as JSON.
 
     Args:
         data: metadata of the data.
+        parallel: how the ranks share the model.
         initial_weights: metadata of the weights that the run started with, if not from scratch.
     """
     network = read_nccl_network() if world.size > 1 and world.device.type == "cuda" else None
@@ -54,6 +57,7 @@ def describe(
         "device": get_device_name(world.device),
         "device_type": world.device.type,
         "ranks": world.size,
+        "parallel": parallel.describe(),
         "attention": model.name_attention(settings.seq_len, settings.autocast),
         "network": network._asdict() if network else None,
         "threads": torch.get_num_threads(),
@@ -117,6 +121,8 @@ def show(manifest: Mapping[str, Any], folder: Path) -> None:
         f"({amount}), {precision} on {manifest['ranks']} x {manifest['device']}"
     )
     print(f"  {_describe_device(manifest)}")
+    if "parts" in manifest["parallel"]:
+        print(f"  {_describe_parallel(manifest['parallel'])}")
     of = manifest["data"].get("tokens")
     if of and tokens >= 1.05 * of:
         print(f"  {tokens / of:.1f} epochs: there are {of:,} tokens to train on, which are passed several times")
@@ -148,6 +154,13 @@ def _describe_device(manifest: Mapping[str, Any]) -> str:
         if network.is_slow:
             parts[-1] += f" (TCP) between {network.nodes} nodes, which is slow: see NCCL_NET in slurm/train.sbatch"
     return ", ".join(parts)
+
+
+def _describe_parallel(parallel: Mapping[str, Any]) -> str:
+    """Return one line on a model whose rows lie on several ranks, with what is rounded where ddp rounds nothing."""
+    copies = "the model is" if parallel["copies"] == 1 else f"{parallel['copies']} copies of the model are each"
+    rounded = f"; unlike ddp it rounds to bfloat16 {' and '.join(parallel['rounds'])}" if parallel["rounds"] else ""
+    return f"{parallel['kind']}: {copies} spread over {parallel['parts']} ranks, whatever shard_optimizer is{rounded}"
 
 
 def _find_version(package: str) -> str | None:

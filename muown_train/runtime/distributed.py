@@ -5,7 +5,6 @@ MASTER_PORT. It uses NCCL where there are GPUs and gloo elsewhere. Without these
 no process group is made.
 """
 
-import inspect
 import os
 import socket
 import threading
@@ -17,11 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.rendezvous import rendezvous
-from torch.nn.parallel import DistributedDataParallel
 
 from muown_train.runtime.hardware import find_device
 from muown_train.runtime.heartbeat.connect import connect_heartbeat
@@ -33,7 +30,6 @@ START_TIMEOUT = timedelta(minutes=10)  # the time for all ranks to start
 STRANGER_AFTER = 60.0  # seconds after which whoever has accepted a connection as rank 0, and says nothing, is not it
 # a collective waits this much longer for a late rank than the heartbeat, which says which rank is late
 _LATE_MARGIN = timedelta(minutes=2)
-BUCKET_MB = 128  # gradients that are reduced together: few messages, and some that travel during the backward pass
 
 
 @dataclass(frozen=True)
@@ -104,33 +100,6 @@ def group_ranks_by_node(world: World) -> list[list[int]]:
     for rank, node in enumerate(world.gather((socket.gethostname(), os.environ.get("GROUP_RANK")))):
         nodes.setdefault(node, []).append(rank)
     return list(nodes.values())
-
-
-def wrap_in_ddp(model: nn.Module, device: torch.device, in_bfloat16: bool = False) -> nn.Module:
-    """Return the model in DistributedDataParallel; its buffers are constants, so DDP does not synchronise them.
-
-    From here on gradients are views of DDP's buckets. To stay so they must be zeroed, and never set to None.
-
-    Args:
-        in_bfloat16: round gradients to bfloat16 for the mean over ranks, which halves the bytes to send. The sum over
-            a rank's micro-batches before, and the mean after, have the gradients' own dtype.
-    """
-    names = inspect.signature(DistributedDataParallel).parameters
-    buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"  # until torch 2.12
-    devices = [device] if device.type == "cuda" else None
-    options: dict[str, Any] = {buffers: False}
-    for p in model.parameters():
-        if p.requires_grad:  # DDP moves these gradients into its buckets; gradients made later would exist twice
-            p.grad = torch.zeros_like(p)
-    # torch would split compiled code at DDP's buckets, and counts a parameter in a flat buffer as the whole buffer
-    torch._dynamo.config.optimize_ddp = False
-    replica = DistributedDataParallel(
-        model, device_ids=devices, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True, **options
-    )
-    if in_bfloat16:
-        # the hook is wrapped since DDP refuses the original, by its name, without NCCL, though gloo has bfloat16
-        replica.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
-    return replica
 
 
 def count_collectives() -> int:

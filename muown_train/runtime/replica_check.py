@@ -10,12 +10,13 @@ ten times as long as their sum.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from muown_train.optim.row_shards.placement import get_local
 from muown_train.runtime.distributed import World
 
 _CHUNK = 1 << 20  # words hashed at once, with a temporary tensor of 8 MiB
@@ -23,26 +24,33 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, whose multiples modulo 2^64
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # the type of a word, by bytes of an element
 
 
-def find_divergent_ranks(named_parameters: Iterable[tuple[str, Tensor]], world: World) -> str | None:
-    """Name the first parameter that is not the same on all ranks, and the ranks that differ; a collective call.
+def find_divergent_ranks(
+    named_parameters: Iterable[tuple[str, Tensor]], world: World, copies: Sequence[Sequence[int]] | None = None
+) -> str | None:
+    """Name the first parameter whose copies are not the same, and the ranks that differ; a collective call.
 
     Args:
-        named_parameters: the same names and shapes on every rank.
+        named_parameters: the same names and shapes on every rank; of a DTensor the rows of this rank are compared.
+        copies: the ranks that hold one copy together, for each copy; by default each rank has its own.
 
     Returns:
         None if all parameters are equal; otherwise one sentence, the same on every rank. It names the ranks that differ
         from the most common value, or from the lowest rank's where several values are equally common.
     """
-    if world.size == 1:
+    if world.size == 1 or (copies is not None and len(copies) == 1):
         return None
+    peers = [range(world.size)] if copies is None else list(zip(*copies, strict=True))  # who has the same rows
     names, parameters = zip(*named_parameters, strict=True)
-    hashes = torch.stack([hash_tensor(p) for p in parameters]).tolist()
+    hashes = torch.stack([hash_tensor(get_local(p)) for p in parameters]).tolist()
     for name, values in zip(names, zip(*world.gather(hashes), strict=True), strict=True):
-        usual = Counter(values).most_common(1)[0][0]  # the first of equally common values, which is the lowest rank's
-        divergent = [rank for rank, value in enumerate(values) if value != usual]
-        if divergent:
-            ranks = f"rank{'s' * (len(divergent) > 1)} {', '.join(map(str, divergent))}"
-            return f"the weights of {name} on {ranks} are not those of rank {values.index(usual)}"
+        for ranks in peers:
+            # the first of equally common values is the lowest rank's
+            usual = Counter(values[rank] for rank in ranks).most_common(1)[0][0]
+            divergent = [rank for rank in ranks if values[rank] != usual]
+            if divergent:
+                shown = f"rank{'s' * (len(divergent) > 1)} {', '.join(map(str, divergent))}"
+                first = next(rank for rank in ranks if values[rank] == usual)
+                return f"the weights of {name} on {shown} are not those of rank {first}"
     return None
 
 

@@ -24,6 +24,7 @@ from muown_train.data.rows import RowSource
 from muown_train.data.sources import RunInfo, build_data
 from muown_train.data.workers import add_workers, clone_rows
 from muown_train.models.language_model import LanguageModel, build_model
+from muown_train.models.parallel import ReplicatedModel, ShardedModel, find_copies
 from muown_train.runs import manifest
 from muown_train.runs.checkpoint import Checkpoints
 from muown_train.runs.checkpoint_reader import read_newest_metadata
@@ -65,11 +66,17 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
 
     model, initial = build_initial_model(config, world.device, is_new=stored is None)
     steps, schedule = build_schedule(config, sum(p.numel() for p in model.parameters()))
-    optimizer = build_optimizer(config.optim, model, config.trust)
+    settings = build_settings(config, steps, model, world.device)
     if config.compile:
         model.compile_blocks()
+    copies = find_copies(config.parallel, world)
+    sharded = copies and ShardedModel(model, world, copies, settings.autocast, settings.reduce_in_bfloat16)
+    optimizer = build_optimizer(config.optim, model, config.trust)
+    if config.compile:
         optimizer.compile()
-    shard_optimizer(optimizer, config.shard_optimizer, world)
+    if not sharded:
+        shard_optimizer(optimizer, config.shard_optimizer, world)
+    parallel = sharded or ReplicatedModel(model, world, settings.reduce_in_bfloat16)
     tracking: Sink | None = None
     if config.tracking:
         tracking = bind_target(config.tracking, "tracking", ["warn"], config.trust)()
@@ -95,13 +102,13 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
     origin = {"checkpoint": str(source.checkpoint), "step": source.step} if source else stored.get("origin")
     metadata = redact_tree({"config": config.to_dict(), "data": data.metadata, "init_from": started})
     metadata |= {"wandb_id": stored.get("wandb_id"), "origin": origin}
-    settings = build_settings(config, steps, model, world.device)
     kept = (config.keep_checkpoints, config.keep_every, config.keep_best)
     probe_rows = clone_rows(data.train) if config.probes else data.train
     rows = add_workers(data.train, config.workers)
     trainer = Trainer(
         world=world,
         model=model,
+        parallel=parallel,
         optimizer=optimizer,
         schedule=schedule,
         loader=Loader(rows, batch_rows, world.rank, world.size, world.device),
@@ -117,7 +124,8 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
     checkpoint = source.checkpoint if source else None
     run = Run(config, folder, trainer, model, data, checkpoint, metadata={}, sinks=[], lock=None)
     if world.is_main:
-        run.metadata = manifest.describe(model, optimizer, data.metadata, settings, world, started) | {"origin": origin}
+        run.metadata = manifest.describe(model, optimizer, data.metadata, settings, world, parallel, started)
+        run.metadata["origin"] = origin
         run.sinks = [sink for sink in (ConsoleSink(lambda: (trainer.step, trainer.activity.name)), tracking) if sink]
         run.lock = lock or lock_folder(folder)
     return run

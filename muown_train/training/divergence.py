@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from muown_train.optim.param_groups import canonical_name
+from muown_train.optim.row_shards.placement import get_local
 from muown_train.runs.metrics import Line
+from muown_train.runtime.distributed import World
 
 RowSpan = tuple[int, int]  # rows of the data: the first, and the one after the last
 
@@ -105,9 +107,13 @@ def explain_unlearned(loss: float, vocab_size: int, unigram_loss: float | None) 
     )
 
 
-def find_infinite_weight(model: nn.Module, step: int) -> str | None:
-    """Return a sentence if a weight holds NaN or infinity, which no checkpoint may; the same on every rank."""
+def find_infinite_weight(model: nn.Module, step: int, world: World) -> str | None:
+    """Return a sentence if a weight holds NaN or infinity, which no checkpoint may; a collective call.
+
+    The answer is the same on every rank, also where each has other rows of the weights.
+    """
     names, weights = zip(*model.named_parameters(), strict=True)
-    finite = torch.stack([weight.detach().isfinite().all() for weight in weights]).tolist()
-    odd = [canonical_name(name) for name, is_finite in zip(names, finite, strict=True) if not is_finite]
-    return f"{odd[0]} holds NaN or infinity after step {step}" if odd else None
+    odd = torch.stack([get_local(weight.detach()).isfinite().logical_not().any() for weight in weights])
+    counts = world.sum(odd.long()).tolist()
+    odd_names = [canonical_name(name) for name, count in zip(names, counts, strict=True) if count]
+    return f"{odd_names[0]} holds NaN or infinity after step {step}" if odd_names else None

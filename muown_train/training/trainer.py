@@ -9,26 +9,25 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from muown_train.analysis.validation import compute_perplexity, evaluate
 from muown_train.config.schema import Schedule, TrainerSettings
 from muown_train.data.loader import Batch, Loader
+from muown_train.models.parallel import ReplicatedModel
 from muown_train.optim.core.skip_step import step_or_skip
 from muown_train.runs.checkpoint import Checkpoints
 from muown_train.runs.metrics import FolderChangedError, Line, Metrics, Sink
 from muown_train.runs.state import ModelState, OptimizerState, RandomState, State, Stateful
 from muown_train.runs.status import Outcome
-from muown_train.runtime.distributed import World, wrap_in_ddp
+from muown_train.runtime.distributed import World
 from muown_train.runtime.progress import Activity
 from muown_train.runtime.replica_check import find_divergent_ranks
 from muown_train.runtime.stop_signal import StopRequested, StopSignal
@@ -41,6 +40,7 @@ class Trainer:
 
     Args:
         model: `model(inputs (B, T), targets (B, T))` returns the summed loss; it is on world.device.
+        parallel: how the ranks share the model.
         valid: (N,) token ids of the validation text.
         monitor: decides when the run ends as diverged or goes back to a checkpoint.
         stop: asks the run to stop.
@@ -51,6 +51,7 @@ class Trainer:
         self,
         world: World,
         model: nn.Module,
+        parallel: ReplicatedModel,
         optimizer: Optimizer,
         schedule: Schedule,
         loader: Loader,
@@ -61,16 +62,15 @@ class Trainer:
         stop: StopSignal,
         metrics: Metrics | None = None,
     ) -> None:
-        self.world, self.model, self.optimizer, self.schedule = world, model, optimizer, schedule
+        self.world, self.model, self.parallel, self.replica = world, model, parallel, parallel.module
+        self.optimizer, self.schedule = optimizer, schedule
         self.loader, self.valid, self.checkpoints, self.settings = loader, valid, checkpoints, settings
         self.monitor, self.stop, self.metrics = monitor, stop, metrics
         self.probe: Callable[[], Line] | None = None  # measures the weights and changes nothing; every rank calls it
         self.random_state, self.activity = RandomState(world), Activity()
         self.sinks: Sequence[Sink] = ()
         self.after_step: list[Callable[[int], None]] = []
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.base_lrs = [group["lr"] for group in optimizer.param_groups]
-        self.replica = model if world.size == 1 else wrap_in_ddp(model, world.device, settings.reduce_in_bfloat16)
         self.step = self.tokens = 0
         self.step_metrics = StepMetrics(settings, world)
         self.unwritten: str | None = None  # why metrics.jsonl lacks lines
@@ -108,15 +108,15 @@ class Trainer:
         loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
         micro_batches = torch.split(rows, self.settings.micro_batch)
         for i, micro_batch in enumerate(micro_batches):
-            with self.reduce_gradients(i + 1 == len(micro_batches)), self.autocast():
+            with self.parallel.reduce_gradients(i + 1 == len(micro_batches)), self.autocast():
                 summed = self.replica(micro_batch[:, :-1], micro_batch[:, 1:])
-                # DDP averages gradients over ranks; times the number of ranks the mean is the sum.
+                # Gradients are averaged over ranks; times the number of ranks the mean is the sum.
                 share = self.world.size / targets
                 # A NaN loss on one rank makes the reduced gradient NaN on all ranks, so the others learn of the fault
                 # without an extra collective.
                 (summed * (math.nan if fault else share)).backward()
             loss += summed.detach().double() / targets
-        grad_norm = clip_grad_norm_(self.parameters, self.settings.grad_clip or math.inf)
+        grad_norm = self.parallel.clip_gradients(self.settings.grad_clip)
         multiplier = self.schedule(self.step, self.settings.steps)
         for group, base_lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base_lr * multiplier
@@ -124,7 +124,7 @@ class Trainer:
         line["train/lr"] = self.base_lrs[0] * multiplier
         # Gradients are reduced already, so every rank decides alike.
         step_or_skip(self.optimizer, (~torch.isfinite(grad_norm)).float())
-        self.optimizer.zero_grad(set_to_none=self.replica is self.model)  # DDP's gradients must stay, see `wrap_in_ddp`
+        self.optimizer.zero_grad(set_to_none=not self.parallel.keeps_gradients)
         self.step, self.tokens = line["step"], line["tokens"]
         self.world.record_step(self.step)
         # The batch ends at the loader's next row. Rows that are skipped may lie before it.
@@ -148,12 +148,6 @@ class Trainer:
                 self.stop.request(fault)  # all ranks see the reason at the next boundary
         rows = self.settings.batch_tokens // self.settings.seq_len // self.world.size
         return Batch(torch.zeros(rows, self.settings.seq_len + 1, dtype=torch.int64), 0), fault
-
-    def reduce_gradients(self, now: bool) -> AbstractContextManager[None]:
-        """Return a context whose backward pass reduces gradients over ranks, or only adds them up on this one."""
-        if isinstance(self.replica, DistributedDataParallel) and not now:
-            return self.replica.no_sync()
-        return nullcontext()
 
     def autocast(self) -> torch.autocast:
         """Return a context for forward passes in the run's precision."""
@@ -207,7 +201,7 @@ class Trainer:
         lines = self.collect()
         bad, diverged = self.monitor.find_bad_steps(lines, spans), self.monitor.find_divergence(lines)
         if not self.monitor.bad_rows:  # a stop may make any boundary one that saves
-            bad = bad or find_infinite_weight(self.model, self.step)
+            bad = bad or find_infinite_weight(self.model, self.step, self.world)
         if not (stop_reason or bad or diverged):
             lines[-1] |= self.measure(self.is_due(self.settings.eval_every), self.is_probe_due())
             stop_reason = self.stop.decided
@@ -330,7 +324,7 @@ class Trainer:
 
     def compare_replicas(self) -> None:
         """Stop a run whose ranks no longer have the same weights; a collective call."""
-        difference = find_divergent_ranks(self.model.named_parameters(), self.world)
+        difference = find_divergent_ranks(self.model.named_parameters(), self.world, self.parallel.copies)
         if difference:
             raise RuntimeError(
                 f"after step {self.step} {difference}; the same command goes on from the last checkpoint"

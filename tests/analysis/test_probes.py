@@ -80,12 +80,13 @@ def test_gradients_are_those_that_training_meets_next(corpus, tmp_path):
         trainer.train_step()
     (found,) = context.compute_minibatch_gradients(1, context.batch_tokens)
     seen = {}
-    trainer.optimizer.zero_grad = lambda **_: seen.update({p: p.grad.clone() for p in found})
+    parameters = dict(run.model.named_parameters())
+    trainer.optimizer.zero_grad = lambda **_: seen.update({name: parameters[name].grad.clone() for name in found})
     trainer.train_step()
     run.close()
     assert len(found) == 8
-    for p, gradient in found.items():
-        assert torch.allclose(gradient, seen[p], rtol=1e-5, atol=1e-8)
+    for name, gradient in found.items():
+        assert torch.allclose(gradient, seen[name], rtol=1e-5, atol=1e-8)
 
 
 def test_the_effective_rank_is_of_the_gradient_of_R_for_muown(corpus, tmp_path):
@@ -100,12 +101,12 @@ def test_the_effective_rank_is_of_the_gradient_of_R_for_muown(corpus, tmp_path):
     (gradients,) = context.compute_minibatch_gradients(1, context.batch_tokens)
     run.close()
     matrix = next(m for m in context.matrices if m.name == "blocks.1.attention.qkv.weight:1")
-    W, G = matrix.take_rows(matrix.parameter.detach()), matrix.take_rows(gradients[matrix.parameter])
+    W, G = matrix.take_rows(matrix.parameter.detach()), matrix.take_rows(gradients[matrix.parameter_name])
     g, r = (matrix.take_rows(vector) for vector in magnitudes[matrix.parameter_name])
     R = weight_to_direction(W, g, r).requires_grad_()
     (R * (g / torch.linalg.vector_norm(R, dim=1))[:, None]).backward(G)
-    assert torch.allclose(select_gradient(matrix, gradients, magnitudes), R.grad, rtol=1e-4, atol=1e-8)
-    rank_R, rank_W = (measure_effective_rank(matrix, gradients, given) for given in (magnitudes, {}))
+    assert torch.allclose(select_gradient(matrix, W, G, magnitudes), R.grad, rtol=1e-4, atol=1e-8)
+    rank_R, rank_W = (measure_effective_rank(matrix, W, G, given) for given in (magnitudes, {}))
     assert rank_R == pytest.approx(float(compute_normalised_effective_rank(R.grad)), rel=1e-5)
     assert rank_W == pytest.approx(float(compute_normalised_effective_rank(G)), rel=1e-5)
     assert rank_W != rank_R

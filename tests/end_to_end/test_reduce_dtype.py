@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from muown_train.runtime.distributed import World, wrap_in_ddp
+from muown_train.models.parallel import wrap_in_ddp
+from muown_train.runtime.distributed import World
 from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import built, losses, trained
 

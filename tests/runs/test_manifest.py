@@ -5,7 +5,7 @@ import pytest
 from muown_train.runs import manifest
 
 HEAD = {"parameters": 10, "ranks": 16, "device": "NVIDIA H100", "device_type": "cuda", "init_from": None, "groups": []}
-HEAD |= {"attention": "cuDNN", "network": {"name": "IB", "nodes": 2}}
+HEAD |= {"attention": "cuDNN", "parallel": {"kind": "ddp"}, "network": {"name": "IB", "nodes": 2}}
 
 
 @pytest.mark.parametrize(

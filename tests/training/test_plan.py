@@ -13,11 +13,11 @@ from muown_train.analysis.cost.step_time import LINK, MFU, OPTIMIZER_MFU, estima
 from muown_train.cli.commands.plan import main
 from muown_train.models.gpt import GPT
 from muown_train.models.language_model import LanguageModel
+from muown_train.models.parallel import BUCKET_MB
 from muown_train.models.speedrun import Speedrun
 from muown_train.models.track3 import Track3
 from muown_train.optim import Combined, Muon, Muown, param_groups
 from muown_train.runtime import hardware
-from muown_train.runtime.distributed import BUCKET_MB
 from muown_train.training.plan import describe_time, make_plan
 
 

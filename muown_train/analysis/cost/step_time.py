@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from muown_train.analysis.cost.memory import FLOAT
 from muown_train.models.language_model import LanguageModel
+from muown_train.models.parallel import BUCKET_MB
 from muown_train.optim import Combined
 from muown_train.optim.sharding import assign_owners, estimate_step_cost
-from muown_train.runtime.distributed import BUCKET_MB
 from muown_train.runtime.hardware import Gpu
 
 # The share of a GPU's peak rate that a model's passes attain, compiled or not.
