@@ -335,19 +335,6 @@ def test_names_that_are_not_unique_do_not_decide():
         assert torch.equal(two.state[q]["momentum_buffer"], one.state[p]["momentum_buffer"])
 
 
-@pytest.mark.parametrize("kind", EVERY)
-def test_dtensors_are_refused_by_name_where_they_are_not_supported(kind):
-    class Sharded(torch.Tensor):
-        device_mesh = None
-
-    p = torch.nn.Parameter(make_parameter(4, 6).data.as_subclass(Sharded))
-    if kind is Lion:
-        kind([("w", p)])
-        return
-    with pytest.raises(ValueError, match="'w' is a DTensor"):
-        kind([("w", p)])
-
-
 # --- layouts
 
 
