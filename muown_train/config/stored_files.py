@@ -6,7 +6,7 @@ of the program may have written it.
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from muown_train.config.checks import is_number
 from muown_train.runtime.atomic_files import parse_json
@@ -57,6 +57,7 @@ ABOUT: dict[str, Kind] = {
 FILE: dict[str, Kind] = {"bytes": COUNT, "sha256": TEXT}
 # a checkpoint's rank-*.json: state by flat key
 STATE: dict[str, Kind] = {
+    r"(?s)model/.*": ("in a safetensors file", lambda value: False),
     r"trainer/(step|tokens|rollbacks)|data/rows|data/streams/\d+/\w+": COUNT,
     r"trainer/seconds": ("a number of at least 0", lambda value: is_number(value) and value >= 0),
     r"data/skipped": list_of(list_of(COUNT, 2)),
@@ -69,6 +70,8 @@ STATE: dict[str, Kind] = {
     r"random/\d+/python": ("the state of Python's generator", lambda value: _is_python_state(value)),
 }
 
+# an entry of rank-*.json beside the state: [first row, rows of the whole] by key, of tensors that the file has in part
+ROWS = "rows"
 
 # keys that belong together: a checkpoint that has one of them has all
 TOGETHER = {
@@ -134,6 +137,72 @@ def check_state(state: Any) -> dict[str, Any]:
         ValueError: see `check_entries`; or a key cannot be that of a state.
     """
     return check_entries(state, STATE)
+
+
+def check_rows(rows: Any) -> dict[str, list[int]]:
+    """Return the entry `rows` of a checkpoint's rank-*.json, after a check of its values.
+
+    Raises:
+        ValueError: see `check_entries`.
+    """
+    return check_entries(rows, {"(?s).*": list_of(COUNT, 2)}, f"{ROWS}.")
+
+
+class Layout(NamedTuple):
+    """Where a tensor of a checkpoint lies: wholly in one file, or by rows in several."""
+
+    dtype: str  # its name in safetensors
+    shape: list[int]  # of the whole
+    parts: list[tuple[int, int, str]]  # first row, the one after the last, and the file that has them, in order
+
+
+def join_rows(
+    tensors: Mapping[str, Mapping[str, tuple[str, list[int]]]], rows: Mapping[str, Mapping[str, list[int]]]
+) -> dict[str, Layout]:
+    """Return where each tensor of a checkpoint lies, after a check that its parts make the whole of it.
+
+    Args:
+        tensors: for each file dtype and shape of the tensors that it holds, as `check_tensors` returns them.
+        rows: for each file what `check_rows` returns; a tensor that is not named there is whole.
+
+    Raises:
+        ValueError: rows are missing, in two files or beyond the end, or files disagree on dtype or shape of the whole.
+    """
+    layouts: dict[str, Layout] = {}
+    for file, held in tensors.items():
+        named = rows.get(file, {})
+        if absent := named.keys() - held.keys():
+            raise ValueError(f"{file} names rows of {shorten(min(absent))}, and has no such tensor")
+        for key, (dtype, shape) in held.items():
+            if key in named and not shape:
+                raise ValueError(f"{file} names rows of {shorten(key)}, which is a scalar")
+            count = shape[0] if shape else 1  # a scalar counts as one row
+            first, whole = named.get(key, (0, count))
+            described = dtype, [whole, *shape[1:]] if key in named else shape
+            layout = layouts.setdefault(key, Layout(*described, []))
+            if described != layout[:2]:
+                raise ValueError(
+                    f"{shorten(key)} has dtype {dtype} and shape {described[1]} in {file}, and dtype {layout.dtype} "
+                    f"and shape {layout.shape} in {layout.parts[0][2]}"
+                )
+            layout.parts.append((first, first + count, file))
+    for key, layout in layouts.items():
+        layout.parts.sort()
+        _check_parts(key, layout)
+    return layouts
+
+
+def _check_parts(key: str, layout: Layout) -> None:
+    """Check that each part of a tensor begins where the one before it ends, and the last one ends with the whole."""
+    rows, end = layout.shape[0] if layout.shape else 1, 0
+    for first, stop, file in [*layout.parts, (rows, rows, "")]:
+        if first > end:
+            raise ValueError(f"rows {end} to {first - 1} of {shorten(key)} are missing")
+        if first < end and not file:
+            raise ValueError(f"{shorten(key)} has rows up to {end - 1}, and is said to have {rows}")
+        if first < end:
+            raise ValueError(f"row {first} of {shorten(key)} is in two files")
+        end = stop
 
 
 def check_keys(state: Mapping[str, Any]) -> None:

@@ -76,12 +76,12 @@ def average_weights(checkpoints: Sequence[OpenCheckpoint], shares: Sequence[floa
     average = {}
     first = checkpoints[0]
     for checkpoint in checkpoints:
-        if other := checkpoint.readers.keys() ^ first.readers.keys():
+        if other := checkpoint.weights.keys() ^ first.weights.keys():
             raise ValueError(
                 f"{min(other)} is not in both {first.folder} and {checkpoint.folder}: these are two models"
             )
-    for name in first.readers:
-        weights = [checkpoint.readers[name]() for checkpoint in checkpoints]
+    for name in first.weights:
+        weights = [checkpoint.weights[name][...] for checkpoint in checkpoints]
         total = torch.zeros(weights[0].shape, dtype=torch.float64)
         for checkpoint, share, weight in zip(checkpoints, shares, weights, strict=True):
             if weight.shape != total.shape:

@@ -2,8 +2,9 @@
 
 A checkpoint is the union of what the ranks hold under names such as `model/blocks.0.mlp.out.weight` or
 `optimizer/blocks.0.mlp.out.weight/momentum_buffer`. If several ranks hold a tensor, as all hold every weight, one of
-them writes it, such that all have about as many bytes to write. Training pauses only for a copy to host memory; a
-thread of each rank writes the rank's part while training goes on.
+them writes it, such that all have about as many bytes to write. Of a DTensor each rank holds its own rows, and the same
+rule decides which of their replicas is written. Training pauses only for a copy to host memory; a thread of each rank
+writes the rank's part while training goes on.
 
 A checkpoint is written beside its final place, fsynced and renamed. If the files of a checkpoint do not match its
 index, the trainer names it, sets it aside as `damaged-…`, never deletes it, and uses the one before it. Nothing is
@@ -20,28 +21,44 @@ import math
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from muown_train.config.stored_files import ROWS
 from muown_train.runs import checkpoint_files as files
 from muown_train.runs.checkpoint_reader import OpenCheckpoint, open_files
-from muown_train.runs.state import Stateful, flatten, unflatten
+from muown_train.runs.state import Part, Stateful, flatten, list_parts, unflatten
 from muown_train.runtime.distributed import World
 
+DTYPES = {  # dtype -> its name in safetensors
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
 
-def assign_writers(held: Sequence[Mapping[str, int | None]]) -> dict[str, int]:
-    """Return the rank that writes each value of a checkpoint: one of those that hold it.
 
-    What is no tensor is written by the first rank that holds it. A tensor goes to the one of its holders that has the
-    fewest bytes to write, the largest tensors first; what only one rank holds is counted before.
+def assign_writers(held: Sequence[Mapping[Part, int | None]]) -> dict[Part, int]:
+    """Return the rank that writes each part of a checkpoint: one of those that hold it.
+
+    What is no tensor is written by the first rank that holds it. A tensor, or some rows of one, goes to the one of its
+    holders that has the fewest bytes to write, the largest first; what only one rank holds is counted before.
 
     Args:
-        held: for each rank the bytes of each tensor that it holds, and None for what is no tensor.
+        held: for each rank the bytes of each tensor, or rows of one, that it holds, and None for what is no tensor.
     """
-    holders: dict[str, list[int]] = {}
+    holders: dict[Part, list[int]] = {}
     for rank, sizes in enumerate(held):
         for key in sizes:
             holders.setdefault(key, []).append(rank)
@@ -83,6 +100,58 @@ class _WriterThread(threading.Thread):
         return self.written
 
 
+class HostCopy:
+    """A copy of tensors in one block of host memory, laid out as in a safetensors file.
+
+    The next copy reuses the block, since fresh pages cost as much as the copying. For a CUDA device the block is
+    pinned; torch rounds pinned memory up to a power of two.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.pinned = device.type == "cuda"
+        self.block = torch.empty(0, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, Tensor]) -> tuple[bytes, memoryview]:
+        """Copy the tensors; return head and data of the file that holds them. The data are valid until the next call.
+
+        Args:
+            tensors: dense tensors of any shape, strides and device, with a dtype in DTYPES.
+        """
+        # The format allows no gaps: writing the widest elements first keeps all of them aligned.
+        order = sorted(tensors, key=lambda key: (-tensors[key].itemsize, key))
+        places, end = {}, 0
+        for key in order:
+            start, end = end, end + tensors[key].numel() * tensors[key].itemsize
+            places[key] = (start, end)
+        if self.block.numel() < end:
+            self.block = torch.empty(end, dtype=torch.uint8, pin_memory=self.pinned)
+        with _use_one_thread():
+            for key, (start, stop) in places.items():
+                tensor = tensors[key]
+                self.block[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+        if self.pinned:
+            torch.cuda.synchronize()
+        entries = {
+            key: {"dtype": DTYPES[tensors[key].dtype], "shape": list(tensors[key].shape), "data_offsets": place}
+            for key, place in places.items()
+        }
+        head = json.dumps(entries).encode()
+        head += b" " * (-len(head) % 8)
+        return len(head).to_bytes(8, "little") + head, self.block.numpy().data[:end]
+
+
+@contextmanager
+def _use_one_thread() -> Iterator[None]:
+    """Let torch use one thread: one core copies about as fast as memory allows, and several wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -107,7 +176,7 @@ class Checkpoints:
     ) -> None:
         self.folder, self.world, self.warn, self.metadata = folder, world, warn, metadata or {}
         self.keep, self.keep_every, self.keep_best = keep, keep_every, keep_best
-        self._copy = files.HostCopy(world.device)
+        self._copy = HostCopy(world.device)
         self._writer: _WriterThread | None = None
         self._remover: threading.Thread | None = None
         self._damaged: set[Path] = set()  # damaged checkpoints that could not be set aside
@@ -127,25 +196,28 @@ class Checkpoints:
         """
         self.settle_or_warn()
         final = self.folder / f"step-{step:08d}"
-        flat = flatten({name: stateful.state_dict() for name, stateful in state.items()})
-        sizes = {key: value.nbytes if isinstance(value, Tensor) else None for key, value in flat.items()}
+        parts = list_parts(flatten({name: stateful.state_dict() for name, stateful in state.items()}))
+        sizes = {part: value.nbytes if isinstance(value, Tensor) else None for part, value in parts.items()}
         begun = self._attempt_on_all(lambda: (self._begin(final), sizes))
         partial = begun[0][0]
         if partial is None:
             return
         writers = assign_writers([sizes for _, sizes in begun])
-        mine = {key: value for key, value in flat.items() if writers[key] == self.world.rank}
-        tensors = {key: value for key, value in mine.items() if isinstance(value, Tensor)}
-        rest = json.dumps({key: value for key, value in mine.items() if key not in tensors}).encode()
+        rank = self.world.rank
+        mine = {part: value for part, value in parts.items() if writers[part] == rank}
+        tensors = {part.key: value for part, value in mine.items() if isinstance(value, Tensor)}
+        rest = {part.key: value for part, value in mine.items() if part.key not in tensors}
+        if rows := {part.key: part.rows for part in mine if part.rows}:
+            rest[ROWS] = rows
         head, data = self._copy.take(tensors)
+        text = json.dumps(rest).encode()
         index = {
-            "format": files.FORMAT,
+            "format": files.FORMAT_OF_ROWS if any(part.rows for part in writers) else files.FORMAT,
             "step": step,
             "valid_loss": loss if loss is not None and math.isfinite(loss) else None,
             "about": copy.deepcopy(self.metadata),
         }
-        rank = self.world.rank
-        self._writer = _WriterThread(index, partial, final, lambda: files.write_rank(partial, rank, head, data, rest))
+        self._writer = _WriterThread(index, partial, final, lambda: files.write_rank(partial, rank, head, data, text))
         self._writer.start()
         if wait:
             self.settle(wait=True)
@@ -196,7 +268,7 @@ class Checkpoints:
             raise OSError(str(error)) from error
         if opened is None:
             return None
-        nested = unflatten(opened.load_all())
+        nested = unflatten(opened.tensors | opened.rest)
         for name, stateful in state.items():
             try:
                 stateful.load_state_dict(nested.get(name, {}))

@@ -1,7 +1,8 @@
 """Write, find, verify and remove the files of a checkpoint. checkpoint_reader.py reads them.
 
     step-00000200/
-        rank-00000.safetensors  rank-00000.json    the tensors that a rank wrote, and everything else
+        rank-00000.safetensors  rank-00000.json    the tensors that a rank wrote, and everything else, such as `rows`:
+                                                   of which tensors it wrote some rows, and which
         index.json                                 step, validation loss, metadata of the run, size and SHA-256 of each
                                                    file, and in its first line the SHA-256 of all that follows
 
@@ -17,92 +18,31 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from muown_train.config.stored_files import (
+    ROWS,
+    Layout,
     check_entries,
     check_index,
     check_keys,
+    check_rows,
     check_state,
     check_tensors,
+    join_rows,
     shorten,
 )
 from muown_train.runtime.atomic_files import open_regular, parse_json, read_regular, sync_to_disk
 
 FORMAT = 1  # version of the folder's layout and of index.json
+FORMAT_OF_ROWS = 2  # the same, of a checkpoint in which files hold rows of tensors
 INDEX = "index.json"
 PIECE = 4 << 20  # bytes written and hashed at a time
-DTYPES = {  # dtype -> its name in safetensors
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-}
 
 Files = dict[str, dict[str, Any]]  # name -> {"bytes": int, "sha256": hex digits}
-
-
-class HostCopy:
-    """A copy of tensors in one block of host memory, laid out as in a safetensors file.
-
-    The next copy reuses the block, since fresh pages cost as much as the copying. For a CUDA device the block is
-    pinned; torch rounds pinned memory up to a power of two.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.pinned = device.type == "cuda"
-        self.block = torch.empty(0, dtype=torch.uint8)
-
-    @torch.no_grad()
-    def take(self, tensors: Mapping[str, Tensor]) -> tuple[bytes, memoryview]:
-        """Copy the tensors; return head and data of the file that holds them. The data are valid until the next call.
-
-        Args:
-            tensors: dense tensors of any shape, strides and device, with a dtype in DTYPES.
-        """
-        # The format allows no gaps: writing the widest elements first keeps all of them aligned.
-        order = sorted(tensors, key=lambda key: (-tensors[key].itemsize, key))
-        places, end = {}, 0
-        for key in order:
-            start, end = end, end + tensors[key].numel() * tensors[key].itemsize
-            places[key] = (start, end)
-        if self.block.numel() < end:
-            self.block = torch.empty(end, dtype=torch.uint8, pin_memory=self.pinned)
-        with _use_one_thread():
-            for key, (start, stop) in places.items():
-                tensor = tensors[key]
-                self.block[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
-        if self.pinned:
-            torch.cuda.synchronize()
-        entries = {
-            key: {"dtype": DTYPES[tensors[key].dtype], "shape": list(tensors[key].shape), "data_offsets": place}
-            for key, place in places.items()
-        }
-        head = json.dumps(entries).encode()
-        head += b" " * (-len(head) % 8)
-        return len(head).to_bytes(8, "little") + head, self.block.numpy().data[:end]
-
-
-@contextmanager
-def _use_one_thread() -> Iterator[None]:
-    """Let torch use one thread: one core copies about as fast as memory allows, and several wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def write_rank(folder: Path, rank: int, head: bytes, data: memoryview, rest: bytes) -> Files:
@@ -246,9 +186,11 @@ def decode_index(content: bytes) -> dict[str, Any]:
         del index["sha256"]
     if odd := sorted(index.keys() - {"format", "step", "valid_loss", "about", "files"}):
         raise ValueError(f"it has an unknown entry {odd[0]!r}")
-    if index.get("format") != FORMAT:
+    if index.get("format") not in (FORMAT, FORMAT_OF_ROWS):
         found = shorten(index.get("format"))
-        raise OtherFormatError(f"it has format {found}, this version of the program reads {FORMAT}")
+        raise OtherFormatError(
+            f"it has format {found}, this version of the program reads {FORMAT} and {FORMAT_OF_ROWS}"
+        )
     return check_index(index)
 
 
@@ -346,23 +288,40 @@ def find_fault(checkpoint: Path) -> str | None:
 
 def _find_wrong_state(checkpoint: Path, index: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the content of the files of a checkpoint, which may be a stranger's."""
+    try:
+        state, _ = read_content(checkpoint, index)
+    except ValueError as error:
+        return str(error)
+    trained = state.get("trainer/step", index["step"])
+    return None if trained == index["step"] else f"it holds a run after step {trained}, which is not that of the folder"
+
+
+def read_content(checkpoint: Path, index: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Layout]]:
+    """Return what a checkpoint holds: what is not a tensor by key, and where each tensor lies in its files.
+
+    Raises:
+        ValueError: the content of a file is wrong, or the files do not fit together; the message names them.
+    """
     state: dict[str, Any] = {}
-    for name in index["files"]:
+    tensors, rows = {}, {}
+    for name in index.get("files", {}):
         path = checkpoint / name
         try:
             if path.suffix == ".json":
-                state |= check_state(parse_json(read_regular(path)))
+                own = check_state(parse_json(read_regular(path)))
+                rows[path.stem] = check_rows(own.pop(ROWS, {})) if index["format"] == FORMAT_OF_ROWS else {}
+                state |= own
             else:
                 with open_regular(path) as file:
-                    state |= _check_random_states(check_tensors(file, index["files"][name]["bytes"]))
+                    tensors[path.stem] = _check_random_states(check_tensors(file, index["files"][name]["bytes"]))
         except ValueError as error:
-            return f"{name} cannot be used: {error}"
+            raise ValueError(f"{name} cannot be used: {error}") from None
     try:
-        check_keys(state)
+        layouts = join_rows(tensors, rows)
+        check_keys(layouts | state)
     except ValueError as error:
-        return f"its state cannot be used: {error}"
-    trained = state.get("trainer/step", index["step"])
-    return None if trained == index["step"] else f"it holds a run after step {trained}, which is not that of the folder"
+        raise ValueError(f"its state cannot be used: {error}") from None
+    return state, layouts
 
 
 def _check_random_states(tensors: dict[str, tuple[str, list[int]]]) -> dict[str, tuple[str, list[int]]]:

@@ -9,20 +9,42 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from muown_train.config.stored_files import check_state, shorten
+from muown_train.config.stored_files import shorten
 from muown_train.runs import checkpoint_files as files
 from muown_train.runs.checkpoint_files import CheckpointRemovedError, make_removed_error
-from muown_train.runtime.atomic_files import open_regular, parse_json, read_regular
+from muown_train.runtime.atomic_files import open_regular
 from muown_train.runtime.formatting import escape_controls
 
 _MODEL = "model/"  # prefix of the keys of weights in a checkpoint
 _OPTIMIZER = "optimizer/"
 _ATTEMPTS = 5  # attempts to open the newest checkpoint of a run that removes checkpoints meanwhile
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a checkpoint, of which several files may hold some rows each.
+
+    `stored[...]` reads all of it, `stored[a:b]` its rows a to b - 1, on the CPU, as they were saved. What lies in one
+    file is mapped into memory and not copied.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[tuple[int, Callable[[], Tensor]], ...]  # the first row of each part and what reads it, in order
+
+    def __getitem__(self, rows: slice | EllipsisType) -> Tensor:
+        if len(self.parts) == 1:
+            return self.parts[0][1]()[rows]
+        first, stop, _ = slice(None).indices(self.shape[0]) if rows is ... else rows.indices(self.shape[0])
+        pieces = [read()[max(first - start, 0) : max(stop - start, 0)] for start, read in self.parts]
+        found = [piece for piece in pieces if len(piece)] or pieces[:1]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
 @dataclass(frozen=True)
@@ -33,7 +55,7 @@ class OpenCheckpoint:
     step: int
     metadata: dict[str, Any]  # a description of the run, such as its `config` and `data`
     weights_alone: bool  # whether it lacks the state from which a run could resume
-    tensors: dict[str, Callable[[], Tensor]]  # a function that reads each tensor, by key
+    tensors: dict[str, StoredTensor]  # by key
     rest: dict[str, Any]  # everything that is not a tensor, by key, such as `data/rows`
 
     @property
@@ -49,13 +71,13 @@ class OpenCheckpoint:
         return data
 
     @cached_property
-    def readers(self) -> dict[str, Callable[[], Tensor]]:
-        """A function that reads each weight, by canonical name."""
-        return {key.removeprefix(_MODEL): read for key, read in self.tensors.items() if key.startswith(_MODEL)}
+    def weights(self) -> dict[str, StoredTensor]:
+        """The weights by canonical name."""
+        return {key.removeprefix(_MODEL): stored for key, stored in self.tensors.items() if key.startswith(_MODEL)}
 
     def load_weights(self) -> dict[str, Tensor]:
         """Return all weights by canonical name, on the CPU, as they were saved."""
-        return {name: read() for name, read in self.readers.items()}
+        return {name: stored[...] for name, stored in self.weights.items()}
 
     def load_optimizer_state(self, names: Collection[str]) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of optimizer state with these names, on the CPU, for each parameter's canonical name.
@@ -63,15 +85,11 @@ class OpenCheckpoint:
         A parameter without any of them has an empty dictionary. A checkpoint of weights alone has no parameter here.
         """
         state: dict[str, dict[str, Tensor]] = {}
-        for key, read in self.tensors.items():
+        for key, stored in self.tensors.items():
             if key.startswith(_OPTIMIZER):
                 parameter, _, name = key.removeprefix(_OPTIMIZER).rpartition("/")
-                state.setdefault(parameter, {}).update({name: read()} if name in names else {})
+                state.setdefault(parameter, {}).update({name: stored[...]} if name in names else {})
         return state
-
-    def load_all(self) -> dict[str, Any]:
-        """Return everything that the ranks saved, flat: tensors on the CPU, and the rest."""
-        return {key: read() for key, read in self.tensors.items()} | self.rest
 
 
 def print_warning(sentence: str) -> None:
@@ -153,20 +171,19 @@ def open_files(checkpoint: Path) -> OpenCheckpoint:
         CheckpointRemovedError: the run has removed it meanwhile.
         ValueError: the content of a file is wrong.
     """
-    tensors: dict[str, Callable[[], Tensor]] = {}
-    rest: dict[str, Any] = {}
-    path = checkpoint / files.INDEX
     try:
         index = files.read_checked_index(checkpoint)
-        for path in (checkpoint / name for name in index.get("files", {})):
-            if path.suffix == ".json":
-                rest |= check_state(parse_json(read_regular(path)))
-            else:
-                tensors |= _open_tensors(path)
+        rest, layouts = files.read_content(checkpoint, index)
+        stems = {file for layout in layouts.values() for _, _, file in layout.parts}
+        opened = {stem: _open_tensors(checkpoint / f"{stem}.safetensors") for stem in stems}
     except FileNotFoundError:
         raise make_removed_error(checkpoint) from None
     except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        raise ValueError(f"{checkpoint} cannot be read: {error}") from None
+    tensors: dict[str, StoredTensor] = {}
+    for key, layout in layouts.items():
+        parts = [(first, partial(opened[file].get_tensor, key)) for first, _, file in layout.parts]
+        tensors[key] = StoredTensor(tuple(layout.shape), tuple(parts))
     step = index.get("step")
     if step != files.parse_step(checkpoint):
         raise ValueError(f"{checkpoint / files.INDEX} has step={shorten(step)}, which is not that of the folder")
@@ -174,14 +191,12 @@ def open_files(checkpoint: Path) -> OpenCheckpoint:
     return OpenCheckpoint(checkpoint, step, index.get("about", {}), alone, tensors, rest)
 
 
-def _open_tensors(path: Path) -> dict[str, Callable[[], Tensor]]:
+def _open_tensors(path: Path) -> Any:
     open_regular(path).close()
     try:
-        file = safe_open(path, "pt")
+        return safe_open(path, "pt")
     except SafetensorError as error:
         raise ValueError(str(error)) from None
-    keys = file.keys()  # type: ignore[no-untyped-call]
-    return {key: partial(file.get_tensor, key) for key in keys}
 
 
 def _check_metadata(opened: OpenCheckpoint) -> None:

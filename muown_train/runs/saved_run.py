@@ -149,9 +149,9 @@ def describe_run(opened: OpenCheckpoint) -> SavedRun:
         raise ValueError(f"{opened.folder} has a configuration that cannot be used: {error}") from None
     target: str = config.model["_target_"]
     layers: Any = config.model.get("layers")
-    if is_number(layers) and layers > max(len(opened.readers), _FEW_LAYERS):  # making them takes long
+    if is_number(layers) and layers > max(len(opened.weights), _FEW_LAYERS):  # making them takes long
         raise ValueError(
-            f"{opened.folder} has the configuration model.layers={layers}, and holds {len(opened.readers)} weights"
+            f"{opened.folder} has the configuration model.layers={layers}, and holds {len(opened.weights)} weights"
         )
     if target in ALLOWED and not target.startswith("muown_train.models."):
         raise ValueError(f"{opened.folder} has the configuration model._target_={target}, which is no model")

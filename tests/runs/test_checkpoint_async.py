@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from muown_train.runs import checkpoint_files
-from muown_train.runs.checkpoint import Checkpoints
+from muown_train.runs.checkpoint import DTYPES, Checkpoints, HostCopy
 from muown_train.runs.checkpoint_reader import read_newest_metadata
 from muown_train.runtime.distributed import World
 from tests.runs.test_checkpoint import HERE, Box, assert_same, some_state
@@ -36,9 +36,9 @@ def value_in(folder: Path) -> tuple[int, float] | None:
     opened = Checkpoints(folder, HERE).open_newest()
     if opened is None:
         return None
-    step, flat = opened.step, opened.load_all()
-    assert (flat["x/w"] == flat["x/w"][0]).all()
-    return step, float(flat["x/w"][0])
+    w = opened.tensors["x/w"][...]
+    assert (w == w[0]).all()
+    return opened.step, float(w[0])
 
 
 @pytest.fixture
@@ -70,8 +70,7 @@ def test_what_changes_after_save_does_not_reach_the_checkpoint(tmp_path, gate):
     assert read_newest_metadata(tmp_path) == {"id": "a"}
     assert json.loads((tmp_path / "step-00000001" / "index.json").read_text())["valid_loss"] == 2.5
     opened = Checkpoints(tmp_path, HERE).open_newest()
-    flat = opened.load_all()
-    assert opened.step == 1 and (flat["x/w"] == 1).all() and flat["x/rows"] == [1]
+    assert opened.step == 1 and (opened.tensors["x/w"][...] == 1).all() and opened.rest["x/rows"] == [1]
 
 
 def test_without_wait_it_is_published_once_written(tmp_path):
@@ -101,7 +100,7 @@ def test_the_next_save_and_load_settle_the_one_before(tmp_path):
 
 
 def test_the_copy_takes_the_same_memory_again(tmp_path):
-    copy = checkpoint_files.HostCopy(torch.device("cpu"))
+    copy = HostCopy(torch.device("cpu"))
     _, data = copy.take({"a": torch.arange(100.0)})
     place = copy.block.data_ptr()
     _, again = copy.take({"a": torch.arange(99, -1, -1.0)})
@@ -114,9 +113,9 @@ def test_the_copy_takes_the_same_memory_again(tmp_path):
 
 def test_files_are_what_the_library_reads_and_writes(tmp_path):
     torch.manual_seed(0)
-    tensors = {str(dtype): (torch.randn(3, 5) * 9).to(dtype) for dtype in checkpoint_files.DTYPES}
+    tensors = {str(dtype): (torch.randn(3, 5) * 9).to(dtype) for dtype in DTYPES}
     tensors |= {"scalar": torch.tensor(2.0), "none": torch.empty(0, 3), "é": torch.randn(4, 6).t()}
-    checkpoint_files.write_rank(tmp_path, 0, *checkpoint_files.HostCopy(torch.device("cpu")).take(tensors), b"{}")
+    checkpoint_files.write_rank(tmp_path, 0, *HostCopy(torch.device("cpu")).take(tensors), b"{}")
     found = load_file(tmp_path / "rank-00000.safetensors")
     assert_same(found, tensors)
     save_file({key: value.contiguous() for key, value in tensors.items()}, tmp_path / "theirs")
@@ -129,7 +128,7 @@ def test_files_are_what_the_library_reads_and_writes(tmp_path):
 def test_a_rank_may_have_nothing_to_write(tmp_path, keys):
     Checkpoints(tmp_path, HERE).save(1, {"x": Box(dict.fromkeys(keys, 1))}, wait=True)
     opened = Checkpoints(tmp_path, HERE).open_newest()
-    assert opened.step == 1 and opened.load_all() == (dict.fromkeys((f"x/{key}" for key in keys), 1) or {"x": {}})
+    assert opened.step == 1 and opened.rest == (dict.fromkeys((f"x/{key}" for key in keys), 1) or {"x": {}})
 
 
 # --- failing to write ---------------------------------------------------------------------------------------------
@@ -270,7 +269,7 @@ def test_a_program_that_ends_while_writing_ends_at_once(tmp_path):
         import sys, torch
         from pathlib import Path
         from types import SimpleNamespace
-        from muown_train.runs.checkpoint import Checkpoints
+        from muown_train.runs.checkpoint import DTYPES, Checkpoints, HostCopy
         from muown_train.runtime.distributed import World
         checkpoints = Checkpoints(Path(sys.argv[1]), World(0, 1, torch.device("cpu")))
         state = {"w": torch.ones(50_000_000)}
