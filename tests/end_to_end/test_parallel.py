@@ -13,8 +13,8 @@ from muown_train.cli.summary import generate_sample
 from muown_train.runtime.distributed import World
 from muown_train.training.divergence import find_infinite_weight
 from muown_train.training.run import Run
-from tests.helpers.ranks import on_ranks
-from tests.helpers.runs import built, losses, metrics, trained
+from tests.helpers.ranks import free_port, on_ranks, start_command
+from tests.helpers.runs import SMALL, built, losses, metrics, trained, wait_until
 
 pytestmark = pytest.mark.slow
 # 4 micro-batches a step on two ranks; 187 tokens to evaluate on are 6 rows, the last of them not full
@@ -162,3 +162,45 @@ def compile_and_train(world: World, corpus: Path, out: Path) -> None:
     words = (*COMMON, "tokens=1024", "model.layers=1", "compile=true", *PROBES, "probe_every=2", "sample_tokens=4")
     for kind in KINDS[:2]:
         generate_sample(trained(corpus, out / kind, *words, f"parallel={kind}", world=world))
+
+
+STEPS = 40
+TO_KILL = ("tokens=15360", "batch_tokens=384", "micro_batch=1", "save_every=2", "log_every=1", "eval_every=20")
+
+
+def start_ranks(corpus: Path, out: Path, parallel: str, ranks: int) -> list[Any]:
+    """Start the ranks of the run by the command that a user would type; two ranks are a node."""
+    places = (f"data.train={corpus}/*.txt", f"cache={corpus}/cache", f"out={out}", "name=run")
+    words = [*SMALL, *TO_KILL, *places, f"parallel={parallel}", "sample_tokens=8"]
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [
+        start_command(
+            words,
+            out / f"{parallel}.log",
+            environment=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": str(rank // 2)},
+        )
+        for rank in range(ranks)
+    ]
+
+
+@pytest.mark.timeout(900)
+def test_killed_it_goes_on_under_another_kind_on_another_number_of_ranks(corpus, tmp_path):
+    whole = trained(corpus, tmp_path / "whole", *TO_KILL)
+    out, lines = tmp_path / "killed", tmp_path / "killed" / "run" / "metrics.jsonl"
+    out.mkdir()
+    for parallel, ranks, until in (("ddp", 2, 8), ("fsdp", 3, 16), ("hsdp", 4, 24), ("ddp", 1, None)):
+        processes = start_ranks(corpus, out, parallel, ranks)
+        if until:
+            wait_until(lambda until=until: lines.exists() and lines.read_bytes().count(b"\n") > until)
+            for process in processes:
+                process.kill()
+        for process in processes:
+            process.join()
+        assert [process.exitcode for process in processes] == [-9 if until else 0] * ranks
+    found, expected = metrics(out / "run"), metrics(whole.folder)
+    assert [line["step"] for line in found] == list(range(STEPS + 1))
+    assert [line.get("data/hash") for line in found] == [line.get("data/hash") for line in expected]
+    assert losses(out / "run") == pytest.approx(losses(whole.folder), abs=1e-3)
+    for parallel, ranks in (("fsdp", 3), ("hsdp", 4)):
+        assert "going on after step" in (said := (out / f"{parallel}.log").read_text())
+        assert f"{parallel}: " in said and f"float32 on {ranks} x" in said
