@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
@@ -29,7 +30,7 @@ from tests.optim.row_shards.cases import (
 )
 
 
-def train(mesh, steps, options=None):
+def train(mesh, steps):
     """Return a model and its shards with their optimizers, after some steps of both."""
     model, sharded = make_matrices(), shard_model(make_matrices(), mesh)
     optimizers = [build(Muown, each, ns_dtype="float32") for each in (model, sharded)]
@@ -56,7 +57,7 @@ def save_with_dcp(world, folder, hsdp, flat):
 
 def load_with_dcp(world, folder, hsdp, flat):
     mesh = make_mesh(world.size, hsdp)
-    model, sharded, optimizers = train(mesh, 3)
+    model, _, optimizers = train(mesh, 3)
     other = shard_model(make_matrices(), mesh)
     with torch.no_grad():
         for p in other.parameters():
@@ -113,9 +114,7 @@ def test_state_dicts_load_whole_tensors_into_shards_and_back():
 
 
 def train_language_model(world):
-    """Train a model with clipping, a scheduler and several optimizers; return the losses of shards and of one process."""
-    from torch.distributed.fsdp import fully_shard
-
+    """Train with clipping, a scheduler and several optimizers; return the losses of one process and of shards."""
     mesh = make_mesh(world.size)
     losses = []
     for is_sharded in (False, True):
