@@ -113,7 +113,9 @@ def test_losses_under_hsdp_are_those_under_ddp(corpus, tmp_path, names):
 def meet_trouble(world: World, corpus: Path, out: Path) -> dict[str, Any]:
     """What a rank sees of a gradient that is not finite on rank 1, and of an infinity in the last rank's rows."""
     run = built(corpus, out, *COMMON, "optim=adamw", "parallel=fsdp", world=world)
-    model, before = run.model, {}
+    model, before, reduced = run.model, {}, []
+    for module in (model, *model.list_blocks()):
+        module.set_all_reduce_hook(lambda _: reduced.append(run.trainer.step))
 
     def compute_loss(inputs: Tensor, targets: Tensor) -> Tensor:
         return model(inputs, targets) * (math.nan if world.rank == 1 and run.trainer.step == 5 else 1.0)
@@ -130,7 +132,8 @@ def meet_trouble(world: World, corpus: Path, out: Path) -> dict[str, Any]:
             model.norm.weight.to_local()[-1] = math.inf
     said.append(find_infinite_weight(model, 8, world))
     run.close()
-    return {"skipped": [line["step"] for line in lines if line.get("train/skipped")], "moved": moved, "said": said}
+    skipped = [line["step"] for line in lines if line.get("train/skipped")]
+    return {"skipped": skipped, "moved": moved, "said": said, "reduced": reduced}
 
 
 def test_all_ranks_skip_a_step_and_see_an_infinity_alike(corpus, tmp_path):
@@ -138,6 +141,8 @@ def test_all_ranks_skip_a_step_and_see_an_infinity_alike(corpus, tmp_path):
     assert first == second
     assert first["skipped"] == [6] and first["moved"] == [True] * 5 + [False, True]
     assert first["said"] == [None, "norm.weight holds NaN or infinity after step 8"]
+    # once a step for each of two blocks and for what lies outside, though a step has four micro-batches
+    assert first["reduced"] == [step for step in range(8) for _ in range(3)]
 
 
 def reduce_in_bfloat16(world: World, corpus: Path, out: Path) -> None:
@@ -156,12 +161,14 @@ def test_gradients_travel_in_bfloat16(corpus, tmp_path):
 def test_compiled(corpus, tmp_path):
     on_ranks(2, compile_and_train, corpus, tmp_path)
     assert losses(tmp_path / "fsdp" / "run") == pytest.approx(losses(tmp_path / "ddp" / "run"), abs=1e-4)
+    assert len([line for line in metrics(tmp_path / "fsdp" / "run") if "attention_logits/0" in line]) == 3
 
 
 def compile_and_train(world: World, corpus: Path, out: Path) -> None:
-    words = (*COMMON, "tokens=1024", "model.layers=1", "compile=true", *PROBES, "probe_every=2", "sample_tokens=4")
-    for kind in KINDS[:2]:
-        generate_sample(trained(corpus, out / kind, *words, f"parallel={kind}", world=world))
+    words = (*COMMON, "tokens=1024", "model.layers=1", "optim=adamw", "probes=[attention_logits]", "probe_every=2")
+    for kind, compiled in (("ddp", "false"), ("fsdp", "true")):
+        run = trained(corpus, out / kind, *words, f"parallel={kind}", f"compile={compiled}", world=world)
+        generate_sample(run)
 
 
 STEPS = 40
