@@ -179,6 +179,8 @@ def describe_parameters(plan: Plan) -> Iterator[str]:
     micro = f"{plan.accumulation} micro-batch{plural} of {config.micro_batch} x {config.seq_len} tokens"
     yield f"{tokens:,} tokens: {plan.steps:,} steps of {config.batch_tokens:,}, on each of {plan.ranks} GPUs {micro}"
     yield f"{'bfloat16 autocast' if plan.autocast else 'float32'}, {'' if config.compile else 'not '}compiled"
+    if config.parallel != "ddp":
+        yield f"estimated as parallel=ddp: {config.parallel} needs less memory, and sends weights in each pass too"
 
 
 def describe_memory(plan: Plan) -> Iterator[str]:

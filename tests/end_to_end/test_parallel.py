@@ -195,7 +195,7 @@ def test_killed_it_goes_on_under_another_kind_on_another_number_of_ranks(corpus,
     whole = trained(corpus, tmp_path / "whole", *TO_KILL)
     out, lines = tmp_path / "killed", tmp_path / "killed" / "run" / "metrics.jsonl"
     out.mkdir()
-    for parallel, ranks, until in (("ddp", 2, 8), ("fsdp", 3, 16), ("hsdp", 4, 24), ("ddp", 1, None)):
+    for parallel, ranks, until in (("ddp", 2, 8), ("fsdp", 3, 16), ("ddp", 2, 24), ("hsdp", 4, None)):
         processes = start_ranks(corpus, out, parallel, ranks)
         if until:
             wait_until(lambda until=until: lines.exists() and lines.read_bytes().count(b"\n") > until)
@@ -211,3 +211,4 @@ def test_killed_it_goes_on_under_another_kind_on_another_number_of_ranks(corpus,
     for parallel, ranks in (("fsdp", 3), ("hsdp", 4)):
         assert "going on after step" in (said := (out / f"{parallel}.log").read_text())
         assert f"{parallel}: " in said and f"float32 on {ranks} x" in said
+    assert "--- end of sample ---" in said

@@ -18,7 +18,7 @@ from muown_train.models.speedrun import Speedrun
 from muown_train.models.track3 import Track3
 from muown_train.optim import Combined, Muon, Muown, param_groups
 from muown_train.runtime import hardware
-from muown_train.training.plan import describe_time, make_plan
+from muown_train.training.plan import describe_parameters, describe_time, make_plan
 
 
 @pytest.fixture
@@ -39,6 +39,13 @@ def test_a_model_of_the_paper(run):
     lasting = sum(numbers[name] for name in ("weights", "gradients", "optimizer state"))
     peak = float(re.search(r"fits: ([\d.]+) at most", said)[1])
     assert peak == pytest.approx(lasting + numbers["activations"] + numbers["head, loss, backward"], abs=0.05)
+
+
+def test_what_is_not_estimated_is_said():
+    for parallel, is_said in (("ddp", False), ("fsdp", True)):
+        plan = make_plan([f"parallel={parallel}"], "H200", 2)
+        said = f"estimated as parallel=ddp: {parallel} needs less memory"
+        assert any(line.startswith(said) for line in describe_parameters(plan)) == is_said
 
 
 def test_the_papers_step_times():
