@@ -4,8 +4,10 @@ import importlib.util
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from tests.helpers.paths import ROOT
+from tests.helpers.ranks import on_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -19,13 +21,20 @@ CASES = {  # what the file imports, the words that say how long it trains, half 
 }
 
 
+SHARDED = ["fsdp2", "torchtitan_loop"]  # run by torchrun
+
+
 def run(name, out, *words):
     """Return the weights and buffers at the end of an example, which is run in this process."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     model = example.main(["--out", str(out), *map(str, words)])
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return {name: get_whole(value).clone() for name, value in model.state_dict().items()}
+
+
+def get_whole(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -46,5 +55,23 @@ def test_a_stopped_run_is_continued_exactly(case, tmp_path, capsys):
     assert any(not torch.equal(stopped[key], continued[key]) for key in straight)
 
 
+def run_on_rank(world, name, out, steps):
+    return run(name, out, "--steps", steps)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_stopped_run_of_sharded_parameters_is_continued_exactly(name, tmp_path):
+    (straight, _) = on_ranks(2, run_on_rank, name, tmp_path / "straight", 20)
+    (stopped, _) = on_ranks(2, run_on_rank, name, tmp_path / "stopped", 10)
+    for continued in on_ranks(2, run_on_rank, name, tmp_path / "stopped", 20):
+        assert [key for key in straight if not torch.equal(straight[key], continued[key])] == []
+    assert any(not torch.equal(stopped[key], continued[key]) for key in straight)
+    # one process takes the same rows, in another order of sums
+    (alone,) = on_ranks(1, run_on_rank, name, tmp_path / "alone", 3)
+    for sharded in on_ranks(3, run_on_rank, name, tmp_path / "three", 3):
+        for key, value in alone.items():
+            torch.testing.assert_close(sharded[key], value, rtol=0, atol=1e-3)
+
+
 def test_every_example_is_run():
-    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {case.split()[0] for case in CASES}
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*SHARDED, *(case.split()[0] for case in CASES)}
