@@ -1,5 +1,6 @@
 """Whole runs under parallel=fsdp and hsdp: what they compute is what they compute under ddp."""
 
+import json
 import math
 import os
 from pathlib import Path
@@ -65,6 +66,11 @@ def assert_same_run(out: Path, name: str, kind: str, tolerance: float) -> None:
     for key in ("train/loss", "valid/loss"):
         expected = [line[key] for line in of_ddp if key in line]
         assert [line[key] for line in other if key in line] == pytest.approx(expected, abs=tolerance)
+    manifests = [json.loads((out / name / each / "run" / "manifest.json").read_text()) for each in ("ddp", kind)]
+    assert [manifest.pop("parallel")["kind"] for manifest in manifests] == ["ddp", kind]
+    for manifest in manifests:
+        manifest.pop("git_commit")  # which may change meanwhile
+    assert manifests[0] == manifests[1]  # sizes are those of whole parameters
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -88,26 +94,30 @@ def test_every_rank_takes_part_in_a_sample(on_two):
     assert first["unclipped", "fsdp"][1] == second["unclipped", "fsdp"][1] == first["unclipped", "ddp"][1]
 
 
-def test_probes_see_whole_matrices_and_gradients(on_two):
-    lines = {
-        kind: [x for x in metrics(on_two[0] / "muown" / kind / "run") if "probe/seconds" in x] for kind in KINDS[:2]
-    }
-    assert [line["step"] for line in lines["fsdp"]] == [0, 10, 20]
-    for one, other in zip(lines["fsdp"], lines["ddp"], strict=True):
+def assert_same_probes(out: Path, kind: str) -> None:
+    """Probes see whole matrices, gradients and magnitudes."""
+    found, expected = (
+        [line for line in metrics(out / "muown" / each / "run") if "probe/seconds" in line] for each in (kind, "ddp")
+    )
+    assert [line["step"] for line in found] == [0, 10, 20]
+    for one, other in zip(found, expected, strict=True):
         names = {key for key in other if key.startswith(("spectral/", "effective_rank/", "attention_logits/"))}
-        assert len(names) > 40
-        expected = {key: other[key] for key in names}
-        assert {key: one[key] for key in names} == pytest.approx(expected, rel=1e-3)
+        assert len(names) > 40 and any(key.endswith("/negative") for key in names)
+        assert {key: one[key] for key in names} == pytest.approx({key: other[key] for key in names}, rel=1e-3)
 
 
-@pytest.mark.parametrize("names", [("muown", "adamw")])
-def test_losses_under_hsdp_are_those_under_ddp(corpus, tmp_path, names):
-    found = on_ranks(4, train, corpus, tmp_path, KINDS, names)
+def test_probes_see_whole_matrices_and_gradients(on_two):
+    assert_same_probes(on_two[0], "fsdp")
+
+
+def test_losses_under_hsdp_are_those_under_ddp(corpus, tmp_path):
+    names = ("muown", "adamw")
+    found = on_ranks(4, train, corpus, tmp_path, KINDS[::2], names)
     for name in names:
-        for kind in ("fsdp", "hsdp"):
-            assert_same_run(tmp_path, name, kind, 1e-5)
-            for of_rank in found[1:]:
-                assert all(map(torch.equal, of_rank[name, kind][0], found[0][name, kind][0]))
+        assert_same_run(tmp_path, name, "hsdp", 1e-5)
+        for of_rank in found[1:]:
+            assert all(map(torch.equal, of_rank[name, "hsdp"][0], found[0][name, "hsdp"][0]))
+    assert_same_probes(tmp_path, "hsdp")
 
 
 def meet_trouble(world: World, corpus: Path, out: Path) -> dict[str, Any]:
