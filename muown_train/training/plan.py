@@ -21,6 +21,7 @@ from muown_train.analysis.cost.memory import (
     find_largest_micro_batch,
     trace_pass,
 )
+from muown_train.analysis.cost.sharded_model import count_parts, estimate_sharded_time, shard_memory
 from muown_train.analysis.cost.step_time import LINK, MFU, OPTIMIZER_MFU, StepTime, estimate_step_time
 from muown_train.config.budget import compute_batch_rows
 from muown_train.config.checks import check_positive
@@ -61,9 +62,16 @@ class Plan:
         return self.rows // self.config.micro_batch
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether the ranks hold rows of the model, and not the whole."""
+        return self.config.parallel != "ddp" and self.ranks > 1
+
+    @property
     def owners(self) -> int:
-        """The number of ranks that the optimizer is spread over."""
+        """The number of ranks that the optimizer is spread over; where rows are held, those of one copy."""
         in_node = min(self.ranks, self.gpu.gpus_per_node)
+        if self.is_sharded:
+            return {"fsdp": self.ranks, "hsdp": in_node}[self.config.parallel]
         return {"none": 1, "node": in_node, "all": self.ranks}[self.config.shard_optimizer]
 
     @property
@@ -88,7 +96,12 @@ class Plan:
     @cached_property
     def memory(self) -> StepMemory:
         """The memory of the rank that needs most."""
-        return combine_memory(self.parameters, self.trace(self.config.micro_batch), self.optimizer_memory)
+        return self._combine_memory(self.trace(self.config.micro_batch), self.accumulation)
+
+    def _combine_memory(self, traced: PassMemory, accumulation: int) -> StepMemory:
+        if not self.is_sharded:
+            return combine_memory(self.parameters, traced, self.optimizer_memory)
+        return shard_memory(count_parts(self.model), traced, self.optimizer_memory, self.autocast, accumulation)
 
     def find_largest_micro_batch(self) -> tuple[int, StepMemory] | None:
         """Return the largest micro_batch that fits and its memory; None if not even one row fits."""
@@ -97,14 +110,15 @@ class Plan:
 
         def estimate(wanted: int) -> StepMemory:
             extrapolated = extrapolate_pass(traced, rows, doubled, 2 * rows, wanted)
-            return combine_memory(self.parameters, extrapolated, self.optimizer_memory)
+            return self._combine_memory(extrapolated, self.rows // wanted)
 
         return find_largest_micro_batch(estimate, self.rows, self.room)
 
     @cached_property
     def step_time(self) -> StepTime:
         """The seconds of a step by the default MFU."""
-        return estimate_step_time(
+        estimate = estimate_sharded_time if self.is_sharded else estimate_step_time
+        return estimate(
             self.model,
             self.optimizer,
             self.gpu,
@@ -179,8 +193,9 @@ def describe_parameters(plan: Plan) -> Iterator[str]:
     micro = f"{plan.accumulation} micro-batch{plural} of {config.micro_batch} x {config.seq_len} tokens"
     yield f"{tokens:,} tokens: {plan.steps:,} steps of {config.batch_tokens:,}, on each of {plan.ranks} GPUs {micro}"
     yield f"{'bfloat16 autocast' if plan.autocast else 'float32'}, {'' if config.compile else 'not '}compiled"
-    if config.parallel != "ddp":
-        yield f"estimated as parallel=ddp: {config.parallel} needs less memory, and sends weights in each pass too"
+    if plan.is_sharded:
+        copies = plan.ranks // plan.owners
+        yield f"parallel={config.parallel}: {copies} cop{'ies' if copies > 1 else 'y'}, each on {plan.owners} GPUs"
 
 
 def describe_memory(plan: Plan) -> Iterator[str]:
@@ -212,9 +227,11 @@ def _describe_memory_parts(plan: Plan) -> Iterator[str]:
         kept += f", {model.activation_checkpointing} of {model.layers} blocks checkpointed"
     if plan.config.compile:
         kept += ", counted as if not compiled: it may be less"
+    part = f"float32, the rows of one of {plan.owners} ranks" if plan.is_sharded else "float32"
+    whole = "float32, whole until the last micro-batch" if plan.accumulation > 1 else part
     rows = (
-        ("weights", memory.weights, "float32"),
-        ("gradients", memory.gradients, "float32"),
+        ("weights", memory.weights, part),
+        ("gradients", memory.gradients, whole if plan.is_sharded else part),
         ("optimizer state", memory.state, spread),
         ("activations", memory.activations, kept),
         ("head, loss, backward", memory.temporary, "besides those at most"),
@@ -234,7 +251,8 @@ def describe_time(plan: Plan, mfu: float | None) -> Iterator[str]:
         yield f"at the MFU given, {mfu:.1%}:"
     else:
         yield from _describe_assumptions(plan)
-        yield "  seconds of a step: " + ", ".join(f"{name} {value:.3f}" for name, value in vars(plan.step_time).items())
+        parts = {name: value for name, value in vars(plan.step_time).items() if plan.is_sharded or name != "rows"}
+        yield "  seconds of a step: " + ", ".join(f"{name} {value:.3f}" for name, value in parts.items())
         yield f"MFU {per_token * tokens / seconds / peak:.1%}:"
     training, evaluating = plan.estimate_hours(mfu)
     yield (
@@ -253,3 +271,5 @@ def _describe_assumptions(plan: Plan) -> Iterator[str]:
             f"{gpu.gpus_per_node} and {gpu.network_bandwidth / 1e9:g} to other nodes (network=); gradients"
         )
         yield "travel during the last micro-batch's backward pass, those of the embedding at its end, weights after it"
+        if plan.is_sharded:
+            yield "or, as they are gathered, during the passes of the blocks before; rows are those of X and O"

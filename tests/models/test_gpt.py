@@ -86,14 +86,17 @@ def test_summed_loss_counts_each_target_once():
     torch.testing.assert_close(model(inputs, targets), expected)
 
 
-@pytest.mark.parametrize("name", PAPER)
-def test_parameter_counts_of_the_paper(name):
+COUNTS = PAPER | {"7b": 6_682_218_496}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameter_counts(name):
     OmegaConf.register_new_resolver("not", lambda value: not value, replace=True)
     arguments = OmegaConf.load(CONFIGS / "model" / f"{name}.yaml").model
     arguments = {key: value for key, value in OmegaConf.to_container(arguments, resolve=False).items() if key[0] != "_"}
     with torch.device("meta"):
         model = GPT(**(arguments | {"seq_len": 16}))
-    assert sum(p.numel() for p in model.parameters()) == PAPER[name]
+    assert sum(p.numel() for p in model.parameters()) == COUNTS[name]
 
 
 def test_counts_are_those_of_the_paper():

@@ -18,7 +18,7 @@ from muown_train.models.speedrun import Speedrun
 from muown_train.models.track3 import Track3
 from muown_train.optim import Combined, Muon, Muown, param_groups
 from muown_train.runtime import hardware
-from muown_train.training.plan import describe_parameters, describe_time, make_plan
+from muown_train.training.plan import describe_time, make_plan
 
 
 @pytest.fixture
@@ -41,11 +41,49 @@ def test_a_model_of_the_paper(run):
     assert peak == pytest.approx(lasting + numbers["activations"] + numbers["head, loss, backward"], abs=0.05)
 
 
-def test_what_is_not_estimated_is_said():
-    for parallel, is_said in (("ddp", False), ("fsdp", True)):
-        plan = make_plan([f"parallel={parallel}"], "H200", 2)
-        said = f"estimated as parallel=ddp: {parallel} needs less memory"
-        assert any(line.startswith(said) for line in describe_parameters(plan)) == is_said
+@pytest.mark.slow
+def test_seven_billion_parameters_fit_on_80_gb_where_ranks_hold_rows(run):
+    words = ("model=7b", "--device", "H100-80GB", "--ranks", "16")
+    replicated = run(*words, "parallel=ddp")
+    assert "does not fit" in replicated and "not even micro_batch=1 fits" in replicated
+    assert "copies" not in replicated and "rows 0" not in replicated
+    sharded = run(*words)
+    assert "parallel=fsdp: 1 copy, each on 16 GPUs" in sharded and "\nfits: " in sharded
+    assert "parallel=hsdp: 2 copies, each on 8 GPUs" in run(*words, "parallel=hsdp")
+
+
+def make_plans(*words, ranks=16, device="GH200-96GB"):
+    return (make_plan([*words, f"parallel={kind}"], device, ranks) for kind in ("ddp", "fsdp", "hsdp"))
+
+
+def test_memory_of_rows():
+    ddp, fsdp, hsdp = (plan.memory for plan in make_plans("model=124m", "optim=muown"))
+    assert (ddp.weights // 16, ddp.weights // 4) == (fsdp.weights, hsdp.weights)
+    assert (fsdp.gradients, hsdp.gradients) == (fsdp.weights, hsdp.weights)
+    assert fsdp.state == pytest.approx(hsdp.state / 4, rel=1e-6)
+    # a copy of the blocks' weights in bfloat16 is not kept, while the embedding and two blocks are gathered
+    model = make_plan(["model=124m"], "GH200-96GB", 1).model
+    block = sum(p.numel() for p in model.blocks[0].parameters())
+    outside = sum(p.numel() for p in model.parameters()) - 12 * block
+    assert fsdp.activations - ddp.activations == 4 * outside + 2 * 2 * block - 2 * 12 * block
+    several = make_plan(["model=124m", "parallel=fsdp", "micro_batch=8"], "GH200-96GB", 16)
+    assert several.accumulation > 1 and several.memory.gradients == ddp.gradients  # whole until the last one
+
+
+def test_bytes_of_rows():
+    words = ["model=500m", "optim=muown"]
+    _, fsdp, hsdp = (plan.step_time for plan in make_plans(*words))
+    matrices, link = 446_955_520, LINK * 4 * 25e9
+    assert fsdp.rows == pytest.approx(2 * 2 * matrices / 16 * 15 / 16 / link)  # X and O, in bfloat16
+    assert hsdp.rows == pytest.approx(2 * 2 * matrices / 4 * 3 / 4 / (LINK * 450e9))
+    # the embedding is gathered before each of two forward passes, and its gradients are averaged after the last one
+    embedding = 4 * 64_358_400 * 15 / 16 / link
+    assert embedding < fsdp.gradients < 1.1 * embedding
+    assert 2 * embedding < fsdp.weights < 2.1 * embedding
+    slow = make_plan([*words, "parallel=fsdp"], "GH200-96GB", 16, network=0.5).step_time
+    assert slow.weights > 4 * fsdp.weights * 50 / 10  # passes no longer hide the blocks
+    single = make_plan([*words, "parallel=fsdp"], "GH200-96GB", 1).step_time
+    assert (single.gradients, single.weights, single.rows) == (0, 0, 0)
 
 
 def test_the_papers_step_times():

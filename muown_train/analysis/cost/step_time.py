@@ -38,11 +38,12 @@ class StepTime:
     model: float
     optimizer: float
     gradients: float  # averaging them over ranks, as far as the backward pass does not hide it
-    weights: float  # sending the weights that each rank of a sharded optimizer has moved
+    weights: float  # sending those that ranks have moved (DDP), or gathering them, as far as passes do not hide it
+    rows: float = 0.0  # sending rows of X and O to where matrices are whole and back, under FSDP2
 
     @property
     def total(self) -> float:
-        return self.model + self.optimizer + self.gradients + self.weights
+        return self.model + self.optimizer + self.gradients + self.weights + self.rows
 
 
 def estimate_step_time(
@@ -67,22 +68,30 @@ def estimate_step_time(
         gradient_bytes: bytes of a number of the gradients on its way between ranks.
         accumulation: micro-batches of a step on each rank.
     """
-    rate = MFU[compiled] * (gpu.flops if autocast else gpu.float32_flops)
-    recomputed = 1 + model.activation_checkpointing / model.layers / 3  # a forward pass is a third
-    passes = model.flops_per_token() * recomputed * tokens / (rate * ranks)
-    backward = passes / accumulation * (recomputed - 1 / 3) / recomputed
+    passes, forward = estimate_pass_time(model, gpu, tokens, autocast, compiled, ranks)
+    backward = (passes - forward) / accumulation
     sizes = [p.numel() for p in model.parameters()]
     all_reduce = 2 * (ranks - 1) / ranks * gradient_bytes / get_link_rate(gpu, ranks)  # seconds for each number
     last = min(max(sizes[0], BUCKET_MB * 2**20 // FLOAT), sum(sizes))
     return StepTime(
         passes,
-        _time_optimizer(optimizer, gpu, autocast, owners),
+        estimate_optimizer_time(optimizer, gpu, autocast, owners),
         max(sum(sizes) * all_reduce - backward, last * all_reduce),
         FLOAT * sum(sizes) / get_link_rate(gpu, owners) if owners > 1 else 0.0,
     )
 
 
-def _time_optimizer(optimizer: Combined, gpu: Gpu, autocast: bool, owners: int) -> float:
+def estimate_pass_time(
+    model: LanguageModel, gpu: Gpu, tokens: int, autocast: bool, compiled: bool, ranks: int
+) -> tuple[float, float]:
+    """Return the seconds of the passes of a step on each rank, and of the forward passes among them."""
+    rate = MFU[compiled] * (gpu.flops if autocast else gpu.float32_flops)
+    forward = model.flops_per_token() * tokens / (rate * ranks) / 3
+    recomputed = model.activation_checkpointing / model.layers
+    return (3 + recomputed) * forward, forward
+
+
+def estimate_optimizer_time(optimizer: Combined, gpu: Gpu, autocast: bool, owners: int) -> float:
     """Return the seconds of the optimizer on the rank where it takes longest."""
     owner = assign_owners(optimizer, owners).owners
     seconds = [0.0] * owners
