@@ -12,6 +12,7 @@ from torch import Tensor
 
 from muown_train.cli.summary import generate_sample
 from muown_train.runtime.distributed import World
+from muown_train.runtime.replica_check import find_divergent_ranks
 from muown_train.training.divergence import find_infinite_weight
 from muown_train.training.run import Run
 from tests.helpers.ranks import free_port, on_ranks, start_command
@@ -40,7 +41,7 @@ def list_weights(run: Run) -> list[Tensor]:
 
 
 def train(world: World, corpus: Path, out: Path, kinds: tuple[str, ...], names: tuple[str, ...]) -> dict[Any, Any]:
-    """The weights at the end and a sample of each run; two ranks are a node."""
+    """The weights at the end and a sample of each run; two ranks are a node. Rank 3 gets other rows under hsdp."""
     os.environ["GROUP_RANK"] = str(world.rank // 2)
     found = {}
     for name in names:
@@ -48,6 +49,10 @@ def train(world: World, corpus: Path, out: Path, kinds: tuple[str, ...], names: 
             words = (*COMMON, *RUNS[name], f"parallel={kind}", "sample_tokens=40")
             run = trained(corpus, out / name / kind, *words, world=world)
             found[name, kind] = list_weights(run), generate_sample(run)
+            with torch.no_grad():
+                if kind == "hsdp" and world.rank == 3:
+                    run.model.norm.weight.to_local()[0] += 1
+            found["parted"] = find_divergent_ranks(run.model.named_parameters(), world, run.trainer.parallel.copies)
     return found
 
 
@@ -118,6 +123,7 @@ def test_losses_under_hsdp_are_those_under_ddp(corpus, tmp_path):
         for of_rank in found[1:]:
             assert all(map(torch.equal, of_rank[name, "hsdp"][0], found[0][name, "hsdp"][0]))
     assert_same_probes(tmp_path, "hsdp")
+    assert found[0]["parted"] == "the weights of norm.weight on rank 3 are not those of rank 1"
 
 
 def meet_trouble(world: World, corpus: Path, out: Path) -> dict[str, Any]:
