@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # The groups that were made to talk through CPUs, by ranks, for each default group, since programs may make it anew.
-_groups: WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 
 
 def agree(mesh: DeviceMesh, facts: Sequence[str], value: int = 0) -> list[int]:
@@ -35,20 +36,25 @@ def agree(mesh: DeviceMesh, facts: Sequence[str], value: int = 0) -> list[int]:
     """
     group = _get_cpu_group(mesh)
     digest = int.from_bytes(hashlib.sha256(repr(list(facts)).encode()).digest()[:7])
-    own = torch.tensor([digest, value])
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
-    digests, values = zip(*(each.tolist() for each in gathered), strict=True)
+    digests, values = zip(*(each.tolist() for each in _gather(group, torch.tensor([digest, value]))), strict=True)
     if len(set(digests)) > 1:
-        everyones: list[Any] = [None] * len(digests)
-        dist.all_gather_object(everyones, list(facts), group=group)
         rank = next(rank for rank, other in enumerate(digests) if other != digests[0])
-        pairs = zip_longest(everyones[0], everyones[rank], fillvalue="nothing more")
+        own = json.dumps(list(facts)).encode()
+        length = max(int(each) for each in _gather(group, torch.tensor([len(own)])))
+        texts = _gather(group, torch.tensor(list(own.ljust(length)), dtype=torch.uint8))
+        pairs = zip_longest(*(json.loads(bytes(texts[i].tolist())) for i in (0, rank)), fillvalue="nothing more")
         first, other = next((a, b) for a, b in pairs if a != b)
         raise ValueError(
             f"the ranks differ in what they give to the optimizer: {first} on rank 0, {other} on rank {rank}"
         )
     return list(values)
+
+
+def _gather(group: Any, own: Tensor) -> list[Tensor]:
+    """Return the tensors of all ranks of a group, which have one shape."""
+    gathered = [torch.empty_like(own) for _ in range(group.size())]
+    group.allgather([gathered], [own]).wait()
+    return gathered
 
 
 def sum_over_ranks(tensor: Tensor, fact: str, value: int) -> int:
@@ -60,14 +66,21 @@ def sum_over_ranks(tensor: Tensor, fact: str, value: int) -> int:
     return sum(values) // replicas
 
 
-def _get_cpu_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return a group of the ranks of a mesh that sends what lies in host memory; a collective call at first."""
+def _get_cpu_group(mesh: DeviceMesh) -> Any:
+    """Return a group of the ranks of a mesh that sends what lies in host memory; a collective call at first.
+
+    It is made here, and not by `torch.distributed.new_group`, since ranks outside of the mesh do not take part, and
+    torch numbers the groups that only some ranks make by how many each of these has made before.
+    """
     world = dist.group.WORLD
     assert world is not None
     ranks = tuple(mesh.mesh.flatten().tolist())
-    if len(ranks) == dist.get_world_size() and torch.device("cpu") in world._device_types:
+    if len(ranks) == world.size() and torch.device("cpu") in world._device_types:
         return world
     known = _groups.setdefault(world, {})
     if ranks not in known:
-        known[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        name = f"muown_train/{world.group_name}/{','.join(map(str, ranks))}/"
+        c10d: Any = dist.distributed_c10d
+        store = c10d.PrefixStore(name, c10d._get_default_store())
+        known[ranks] = dist.ProcessGroupGloo(store, ranks.index(world.rank()), len(ranks), c10d.default_pg_timeout)
     return known[ranks]

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -127,6 +127,28 @@ def test_wrong_uses_are_one_sentence_on_every_rank(size):
         for use, message in zip(uses, messages, strict=True):
             assert re.search(WRONG[use][1], message), (use.__name__, message)
             assert "\n" not in message
+
+
+def step_on_parts_of_the_world(world):
+    """Step on meshes of some ranks, after each rank has joined another number of groups."""
+    for size in (1, 2, 3, 4):
+        torch.distributed.new_group(range(size))
+    reached = []
+    for size in (2, 3):
+        mesh = DeviceMesh("cpu", list(range(size)))
+        if world.rank < size:
+            p = make_parameter(mesh, Shard(0))
+            optimizer = Muown([("w", p)], lr=0.1)
+            p.grad = p.detach().clone()
+            optimizer.step()
+            reached.append(size)
+    return reached
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_mesh_may_be_a_part_of_the_world():
+    assert on_ranks(4, step_on_parts_of_the_world) == [[2, 3], [2, 3], [3], []]
 
 
 def take_elementwise_steps(world):
