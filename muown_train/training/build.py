@@ -224,4 +224,5 @@ def build_probes(
         trainer.settings.autocast,
         trainer.stop.check,
     )
-    return Probes({name: probe(context=context) for name, probe in probes.items()})
+    with torch.compiler.set_stance("force_eager"):  # a probe may try whether it can observe the model
+        return Probes({name: probe(context=context) for name, probe in probes.items()})

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from muown_train.analysis.context import Magnitudes
 from muown_train.analysis.probes import Spectral, measure_effective_rank, select_gradient
@@ -197,6 +198,14 @@ def test_compiled(corpus, tmp_path):
     watched = trained(corpus, tmp_path / "watched", *small, *SOME, "probe_every=2")
     assert losses(plain.folder) == losses(watched.folder)
     assert list(probed(watched.folder)) == [0, 2, 4]
+
+
+@pytest.mark.slow  # it imports the compiler, which takes seconds
+def test_a_probe_that_tries_the_model_compiles_nothing(corpus, tmp_path):
+    counters.clear()
+    run = built(corpus, tmp_path, "compile=true", "probes=attention_logits", "probes.attention_logits.rows=4")
+    assert "total" not in counters["frames"] and run.model.blocks[0]._compiled_call_impl is not None
+    run.close()
 
 
 def test_power_iteration_and_quantiles(corpus, tmp_path):
