@@ -102,19 +102,24 @@ def make_muown(groups):
     return Muown(groups, lr=0.1, ns_dtype="bfloat16")
 
 
-@pytest.mark.parametrize("layers", [4, pytest.param(24, marks=pytest.mark.slow)])
-def test_a_step_sends_half_of_what_gathering_all_matrices_would(layers):
+@pytest.mark.parametrize("layers", [4, pytest.param(22, marks=pytest.mark.slow)])
+def test_a_step_sends_about_half_of_what_gathering_all_matrices_would(layers):
     counts = count_bytes(make_muown, layers)
     sent, calls = sum_bytes(counts)
     elements = sum(p.numel() for group in param_groups(make_model(layers))[0] for _, p in group["params"])
     gathered = 2 * elements * (RANKS - 1) // RANKS  # in a ring, if all ranks get X of all matrices in bfloat16
     assert calls == 6  # X and O, of each shape
     assert all(own["agreement"] == (1, 16 * (RANKS - 1)) for own in counts)
-    # dion's way, an all-to-all each way of stacks with a matrix for each rank, which the shapes of 500m fill: a rank
-    # sends its rows but for those of its own matrices, and the results but for its own rows
-    assert sent <= 2 * 2 * elements // RANKS * (RANKS - 1) // RANKS == gathered // 2
-    least, _ = sum_bytes(counts[:1])
-    assert least < 0.9 * sent  # a rank with all rows of a block of qkv keeps them
+    assert sent < 0.51 * gathered  # 22 layers do not divide evenly
+    # dion's way: an all-to-all each way of stacks with one matrix for each rank, filled up with matrices of zeros. A
+    # rank sends its rows but for those of its own matrix, and the result but for its own rows.
+    dion = sum(
+        2 * 2 * -(-count * layers // RANKS) * (RANKS - 1) * m * n // RANKS
+        for count, m, n in ((4, 1280, 1280), (1, 7168, 1280), (1, 1280, 3584))
+    )
+    assert sent <= dion
+    megabytes = [round(own["all-to-all"][1] / 1e6) for own in counts]
+    print(f"{layers} layers: ranks send {megabytes} MB, dion's {dion / 1e6:.0f}, all-gather {gathered / 1e6:.0f}")
 
 
 def test_an_all_reduce_of_two_numbers_for_each_matrix_is_all_that_normuon_adds():
@@ -125,7 +130,8 @@ def test_an_all_reduce_of_two_numbers_for_each_matrix_is_all_that_normuon_adds()
 
 @pytest.mark.slow
 def test_torch_sends_sixteen_times_as_much_in_hundreds_of_collectives():
-    ours, our_calls = sum_bytes(count_bytes(make_muown, 24, ranks=[2]))
-    muon = count_bytes(lambda groups: torch.optim.Muon([{"params": g["params"]} for g in groups], lr=0.1), 24, [1])
+    ours, our_calls = sum_bytes(count_bytes(make_muown, 22, ranks=[2]))
+    muon = count_bytes(lambda groups: torch.optim.Muon([{"params": g["params"]} for g in groups], lr=0.1), 22, [1])
     theirs, their_calls = sum_bytes(muon)
-    assert theirs > 16 * ours and their_calls > 250 * our_calls
+    assert theirs > 15 * ours and their_calls > 200 * our_calls
+    print(f"torch sends {theirs / 1e6:.0f} MB in {their_calls} collectives")
