@@ -103,7 +103,7 @@ def param_groups(
 
     Use them as `Combined(Muown(matrix), AdamW(rest))` or as `AdamW(matrix + rest)`. Every parameter that requires a
     gradient is in exactly one group, as a pair (canonical name, parameter), in the model's order. `describe` shows
-    what became of a model.
+    what became of a model. Of a model that FSDP2 has sharded, these are the DTensors.
 
     Args:
         model: any module; see `parameter_roles`.
@@ -119,6 +119,9 @@ def param_groups(
 
         Neither is an empty list, which torch's optimizers refuse: in its place there is a group without parameters.
     """
+    for module in model.modules():
+        if callable(reshard := getattr(module, "reshard", None)):
+            reshard()  # FSDP2 leaves whole parameters in a module after a forward pass alone
     matrix: dict[ParamRole, dict[str, Any]] = {}
     rest: dict[Role, dict[str, Any]] = {}
     for name, parameter, role in _read_roles(model, conv, lambda parameter: frozen or parameter.requires_grad):

@@ -35,7 +35,8 @@ from muown_train.models.language_model import LanguageModel
 from muown_train.models.loss import CHUNK_LOGITS
 from muown_train.optim import SOAP, Combined, Lion
 from muown_train.optim.core.base import BaseOptimizer, Group
-from muown_train.optim.core.matrix import MAX_BATCH_ELEMENTS, MatrixOptimizer
+from muown_train.optim.core.blocks import MAX_BATCH_ELEMENTS
+from muown_train.optim.core.matrix import MatrixOptimizer
 from muown_train.optim.core.skip_step import split_into_chunks
 from muown_train.optim.sharding import assign_owners
 

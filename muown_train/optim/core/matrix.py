@@ -11,31 +11,26 @@ output.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Generator, Iterable, Sequence
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from ..row_shards.agreement import agree
-from ..row_shards.balance import balance_costs
-from ..row_shards.exchange import Matrix, map_whole, run_in_pipeline, split_rows
-from ..row_shards.placement import create_meta_whole, find_row_shard, get_local, is_dtensor
-from .base import BaseOptimizer, Group, State, get_local_gradient
+from ..row_shards.agreement import agree, raise_together
+from ..row_shards.exchange import Matrix, map_whole, run_in_pipeline
+from ..row_shards.placement import create_meta_whole, is_dtensor
+from .base import BaseOptimizer, Group, State
+from .blocks import Block, batch_blocks, split_parameter
 from .checks import check_bool, check_choice, check_number, check_numbers, is_whole_number
-from .layouts import check_layout, check_layout_options, get_local_options, split_matrices
+from .layouts import check_layout, check_layout_options, split_matrices
 from .names import describe_parameter, list_options
-from .orthogonalize import choose_dtype, count_flops, get_dtype_name, newton_schulz, polar_express, svd
+from .orthogonalize import choose_dtype, get_dtype_name, newton_schulz, polar_express, svd
 from .skip_step import remember, run_or_restore
 
 Extras = Sequence[Tensor]  # the tensors that `prepare` returns for `apply` besides X
 Number = float | Tensor  # a one-element tensor in compiled code, which would be compiled again for each new float
-
-# The most elements that are orthogonalised together; it bounds the extra memory of a step (4 bytes an element for a
-# copy in float32). A CPU is slower on more than its caches hold; many small matrices keep a GPU busy.
-MAX_BATCH_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
 
 
 class _StepFunctions(NamedTuple):
@@ -44,19 +39,6 @@ class _StepFunctions(NamedTuple):
     prepare: Callable[..., tuple[Tensor, ...]]
     apply: Callable[..., None]
     convert: Callable[[Any], Number]
-
-
-class _Block(NamedTuple):
-    """One matrix as the algorithm sees it: W and G (m, n), its rows of the state, and the options of its group.
-
-    Of a DTensor's matrix these are the rows that this rank has, which may be none.
-    """
-
-    W: Tensor
-    G: Tensor
-    state: State
-    group: Group
-    matrix: Matrix
 
 
 class MatrixOptimizer(BaseOptimizer):
@@ -131,7 +113,7 @@ class MatrixOptimizer(BaseOptimizer):
     def step_groups(self, params: list[list[Tensor]], skip: Tensor | None) -> None:
         """Move all groups together, since matrices of one shape are orthogonalised at once."""
         sharded = []
-        for batch, owners in _batch_blocks(self._collect_blocks(params, skip)):
+        for batch, owners in batch_blocks(self._collect_blocks(params, skip)):
             if owners is None:
                 X, finish = self._prepare_batch(batch, skip)
                 finish(orthogonalize(X, batch[0].group))
@@ -140,15 +122,32 @@ class MatrixOptimizer(BaseOptimizer):
                 sharded.append(self._step_shards(batch, owners, skip))
         run_in_pipeline(sharded)
 
-    def _step_shards(self, batch: list[_Block], owners: list[int], skip: Tensor | None) -> Generator[None, None, None]:
-        """Move rows of DTensors' matrices, each of which one rank orthogonalises; this yields while rows travel."""
+    def _step_shards(self, batch: list[Block], owners: list[int], skip: Tensor | None) -> Generator[None, None, None]:
+        """Move rows of DTensors' matrices, each of which one rank orthogonalises; this yields while rows travel.
+
+        Exact SVD and a user's function may fail. The rank then sends back what it was given, and all ranks learn of it.
+        """
         X, finish = self._prepare_batch(batch, skip)
         group, matrices = batch[0].group, [block.matrix for block in batch]
-        dtype = choose_exchange_dtype(X[0], group)
-        finish((yield from map_whole(partial(orthogonalize, group=group), X, matrices, owners, dtype)))
+        may_fail, error = not self.can_skip_on_device, None
+
+        def apply_to_whole(whole: list[Tensor]) -> Iterable[Tensor]:
+            nonlocal error
+            try:
+                return orthogonalize(whole, group)
+            except Exception as raised:
+                if not may_fail:
+                    raise
+                error = raised
+                return whole
+
+        outputs = yield from map_whole(apply_to_whole, X, matrices, owners, choose_exchange_dtype(X[0], group))
+        if may_fail and matrices[0].shard is not None:
+            raise_together(matrices[0].shard.mesh, error)
+        finish(outputs)
 
     def _prepare_batch(
-        self, batch: list[_Block], skip: Tensor | None
+        self, batch: list[Block], skip: Tensor | None
     ) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], None]]:
         """Return X of blocks that are orthogonalised as one stack, and the function that moves them by the results."""
         skip = None if skip is None else skip.to(batch[0].W.device)
@@ -190,7 +189,7 @@ class MatrixOptimizer(BaseOptimizer):
         self._compile_options = options
         self._compiled: dict[Any, _StepFunctions] = {}
 
-    def _get_step_functions(self, block: _Block, skip: Tensor | None) -> _StepFunctions:
+    def _get_step_functions(self, block: Block, skip: Tensor | None) -> _StepFunctions:
         """Return the functions for blocks like this, compiled if `compile` was called."""
         if self._compile_options is None:
             # a user who compiles the whole step has numbers that change with each step as tensors
@@ -206,9 +205,9 @@ class MatrixOptimizer(BaseOptimizer):
             self._compiled[key] = _StepFunctions(prepare, apply, _to_float64_tensor)
         return self._compiled[key]
 
-    def _collect_blocks(self, params: list[list[Tensor]], skip: Tensor | None) -> list[_Block]:
+    def _collect_blocks(self, params: list[list[Tensor]], skip: Tensor | None) -> list[Block]:
         """Return the matrices of the parameters, and count the step in their state unless skip is true."""
-        blocks: list[_Block] = []
+        blocks: list[Block] = []
         increment = None if skip is None else skip.logical_not()
         for group_params, group in zip(params, self.param_groups, strict=True):
             for p in group_params:
@@ -217,7 +216,7 @@ class MatrixOptimizer(BaseOptimizer):
                     state["step"] += 1
                 else:
                     state["step"] = state["step"].to(increment.device, non_blocking=True).add_(increment)
-                blocks += _split_parameter(p, state, group)
+                blocks += split_parameter(p, state, group)
         return blocks
 
     def _collect_params(self) -> list[list[Tensor]]:
@@ -227,24 +226,27 @@ class MatrixOptimizer(BaseOptimizer):
             ValueError: for a sparse gradient; on all ranks, where those of DTensors have gradients of different ones.
         """
         params = super()._collect_params()
-        facts: dict[Any, list[str]] = {}
+
+        def describe(p: Tensor) -> str:
+            return "no gradient" if p.grad is None else f"a gradient and {'' if self.state.get(p) else 'no '}state"
+
         for j, group in enumerate(self.param_groups):
-            for i, p in enumerate(group["params"]):
-                if is_dtensor(p):
-                    has = "no gradient" if p.grad is None else "a gradient" if self.state.get(p) else "a first gradient"
-                    facts.setdefault(cast(Any, p).device_mesh, []).append(f"{has} of {describe_parameter(group, i, j)}")
-        for mesh, own in facts.items():
-            agree(mesh, own)
+            self._agree(group, j, describe)
         return params
 
     def agree_on_group(self, group: Group, j: int) -> None:
+        self._agree(group, j, lambda p: f"shape {tuple(p.shape)} and {p.dtype}")
+
+    def _agree(self, group: Group, j: int, describe: Callable[[Tensor], str]) -> None:
+        """Let the ranks that share the DTensors of a group agree on its options and on what `describe` says of each."""
         facts: dict[Any, list[str]] = {}
         for i, p in enumerate(group["params"]):
             if is_dtensor(p):
-                own = facts.setdefault(cast(Any, p).device_mesh, [])
-                own.append(f"{describe_parameter(group, i, j)} of shape {tuple(p.shape)} and {p.dtype}")
+                fact = f"{describe_parameter(group, i, j)}, number {i}, with {describe(p)}"
+                facts.setdefault(cast(Any, p).device_mesh, []).append(fact)
+        options = [f"{key}={value} in group {j}" for key, value in sorted(list_options(group))] if facts else []
         for mesh, own in facts.items():
-            agree(mesh, own + [f"{key}={value} in group {j}" for key, value in sorted(list_options(group))])
+            agree(mesh, own + options)
 
     def check_group(self, group: Group) -> None:
         """Raise ValueError if an option of the group is invalid, and bring the others into plain form.
@@ -323,36 +325,6 @@ def choose_exchange_dtype(X: Tensor, group: Group) -> torch.dtype:
     return used if used.itemsize < X.dtype.itemsize else X.dtype
 
 
-def _batch_blocks(blocks: Iterable[_Block]) -> Iterator[tuple[list[_Block], list[int] | None]]:
-    """Yield the blocks in lists to orthogonalise as one stack, and the rank that does so for each if they are sharded.
-
-    A rank stacks at most about MAX_BATCH_ELEMENTS, or a single block.
-    """
-    alike: dict[Any, list[_Block]] = {}
-    sharded: dict[Any, list[_Block]] = {}
-    for block in blocks:
-        W, group, matrix = block.W, block.group, block.matrix
-        settings = [group[key] for key in ("orthogonalizer", "ns_steps", "eps", "ns_dtype")]
-        axis = None if matrix.shard is None else (matrix.shard.mesh, matrix.shard.axis)
-        alike.setdefault((matrix.shape, W.dtype, W.device, axis, *settings, *group["ns_coefficients"]), []).append(
-            block
-        )
-        if axis:
-            sharded.setdefault(axis, []).append(block)
-    owners: dict[int, int] = {}
-    for members in sharded.values():
-        costs = [count_flops(*block.matrix.shape, block.group["ns_steps"]) for block in members]
-        ranks = balance_costs(costs, len(members[0].matrix.counts), [block.matrix.counts for block in members])
-        owners |= {id(block): rank for block, rank in zip(members, ranks, strict=True)}
-    for batch in alike.values():
-        W, matrix = batch[0].W, batch[0].matrix
-        most = MAX_BATCH_ELEMENTS.get(W.device.type, 2**26) // math.prod(matrix.shape)
-        size = max(1, most) * max(1, len(matrix.counts))
-        for start in range(0, len(batch), size):
-            part = batch[start : start + size]
-            yield part, [owners[id(block)] for block in part] if matrix.shard else None
-
-
 def _copy_method(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return the method with a code object of its own.
 
@@ -366,32 +338,3 @@ def _copy_method(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _to_float64_tensor(number: Number) -> Tensor:
     return torch.as_tensor(number, dtype=torch.float64, device="cpu")
-
-
-def _split_parameter(p: Tensor, state: State, group: Group) -> Iterator[_Block]:
-    """Yield the matrices of a parameter with their rows of the gradient and the state."""
-    shard = find_row_shard(p) if group["layout"] != "experts" else None
-    W, G = get_local(p.detach()), get_local_gradient(p)
-    state = {key: get_local(s) for key, s in state.items()}
-    if shard is None:
-        yield from _split_local(W, G, state, group)
-        return
-    ((W, G, state, _, _),) = _split_local(W, G, state, get_local_options(group))
-    for matrix, start in split_rows(shard, group["blocks"], W.shape[1]):
-        m = matrix.counts[shard.rank]
-        rows = {key: s if s.ndim == 0 else s.narrow(0, start, m) for key, s in state.items()}
-        yield _Block(W.narrow(0, start, m), G.narrow(0, start, m), rows, group, matrix)
-
-
-def _split_local(p: Tensor, grad: Tensor, state: State, group: Group) -> Iterator[_Block]:
-    W, G = split_matrices(p, group), split_matrices(grad, group, like=p)
-    matrices = {key: split_matrices(s, group, like=p) for key, s in state.items() if s.ndim == p.ndim}
-    start = 0
-    for i, (A, B) in enumerate(zip(W, G, strict=True)):
-        m, n = A.shape
-        rows = {
-            key: matrices[key][i] if key in matrices else s if s.ndim == 0 else s.narrow(0, start, m)
-            for key, s in state.items()
-        }
-        yield _Block(A, B, rows, group, Matrix((m, n)))
-        start += m

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
+
 
 def canonical_name(name: str) -> str:
     """Return a parameter's name without the parts that wrappers add.
@@ -28,8 +30,13 @@ def describe_parameter(group: dict[str, Any], i: int, j: int) -> str:
 def list_options(group: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the options of a group as text that is the same on all ranks.
 
-    A function is described by its name, since its repr has an address.
+    A function is described by its name, since its repr has an address, and a tensor on a device by its type, since the
+    host would wait for its value.
     """
     for key, value in group.items():
-        if key != "params":
-            yield key, getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
+        if key == "params":
+            continue
+        if callable(value) or (isinstance(value, Tensor) and not value.is_cpu):
+            yield key, getattr(value, "__qualname__", type(value).__name__)
+        else:
+            yield key, repr(value)

@@ -39,10 +39,8 @@ def agree(mesh: DeviceMesh, facts: Sequence[str], value: int = 0) -> list[int]:
     digests, values = zip(*(each.tolist() for each in _gather(group, torch.tensor([digest, value]))), strict=True)
     if len(set(digests)) > 1:
         rank = next(rank for rank, other in enumerate(digests) if other != digests[0])
-        own = json.dumps(list(facts)).encode()
-        length = max(int(each) for each in _gather(group, torch.tensor([len(own)])))
-        texts = _gather(group, torch.tensor(list(own.ljust(length)), dtype=torch.uint8))
-        pairs = zip_longest(*(json.loads(bytes(texts[i].tolist())) for i in (0, rank)), fillvalue="nothing more")
+        everyones = [json.loads(text) for text in _gather_texts(group, json.dumps(list(facts)))]
+        pairs = zip_longest(everyones[0], everyones[rank], fillvalue="nothing")
         first, other = next((a, b) for a, b in pairs if a != b)
         raise ValueError(
             f"the ranks differ in what they give to the optimizer: {first} on rank 0, {other} on rank {rank}"
@@ -55,6 +53,28 @@ def _gather(group: Any, own: Tensor) -> list[Tensor]:
     gathered = [torch.empty_like(own) for _ in range(group.size())]
     group.allgather([gathered], [own]).wait()
     return gathered
+
+
+def raise_together(mesh: DeviceMesh, error: Exception | None) -> None:
+    """Raise an error on every rank of a mesh if any rank has one; a collective call.
+
+    Raises:
+        Exception: this rank's error; RuntimeError with the words of another rank's.
+    """
+    texts = _gather_texts(_get_cpu_group(mesh), "" if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text:
+            raise RuntimeError(f"the step failed on rank {rank}: {text}")
+
+
+def _gather_texts(group: Any, own: str) -> list[str]:
+    """Return the texts of all ranks of a group."""
+    content = own.encode()
+    length = max(int(each) for each in _gather(group, torch.tensor([len(content)])))
+    texts = _gather(group, torch.tensor(list(content.ljust(length)), dtype=torch.uint8))
+    return [bytes(text.tolist()).decode().rstrip() for text in texts]
 
 
 def sum_over_ranks(tensor: Tensor, fact: str, value: int) -> int:

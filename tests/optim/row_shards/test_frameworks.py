@@ -153,6 +153,27 @@ def test_a_training_loop_has_the_losses_of_one_process():
         torch.testing.assert_close(torch.tensor(sharded), torch.tensor(plain), rtol=1e-5, atol=1e-5)
 
 
+def move_the_model(world):
+    """Convert a sharded model after its optimizer is made, and make one right after an evaluation."""
+    model = shard_model(make_matrices(), make_mesh(world.size))
+    optimizer = Combined(build(Muown, model))
+    model.double()
+    before = [get_local(p.detach()).clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = p.detach().clone()
+    optimizer.step()
+    moved = [not torch.equal(get_local(p.detach()), old) for p, old in zip(model.parameters(), before, strict=True)]
+    other = shard_model(GPT(vocab_size=50, layers=1, dim=16, heads=2, seq_len=8, mlp_hidden=24), make_mesh(world.size))
+    with torch.no_grad():
+        other(torch.zeros(1, 8, dtype=torch.int64))
+    groups = [*param_groups(other)[0], *param_groups(other)[1]]
+    return all(moved) and all(isinstance(p, DTensor) for group in groups for _, p in group["params"])
+
+
+def test_a_model_may_be_converted_and_may_have_been_evaluated():
+    assert all(on_ranks(2, move_the_model))
+
+
 def change_weights(world):
     """Freeze a parameter, reset the state of another, and shorten rows, as users do."""
     model, sharded, optimizers = train(make_mesh(world.size), 2)

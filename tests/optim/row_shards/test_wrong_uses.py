@@ -89,6 +89,25 @@ def use_zero_rows_of_one_rank(world):
     Muown([("w", p)])
 
 
+def use_another_lr_later(world):
+    p = make_parameter(make_mesh(world.size), Shard(0))
+    optimizer = Muown([("w", p)], lr=0.1)
+    optimizer.param_groups[0]["lr"] = 0.1 * (1 + world.rank)
+    p.grad = p.detach().clone()
+    optimizer.step()
+
+
+def use_a_function_that_fails(world):
+    p = make_parameter(make_mesh(world.size), Shard(0))
+    before = get_local(p.detach()).clone()
+    optimizer = Muown([("w", p)], lr=0.1, orthogonalizer=lambda X: X[:, :1])
+    p.grad = p.detach().clone()
+    try:
+        optimizer.step()
+    finally:
+        assert torch.equal(get_local(p.detach()), before)
+
+
 WRONG = {
     use_columns: (2, r"^parameter 'w': a DTensor must be sharded by rows.*Shard\(dim=1\)"),
     use_two_sharded_axes: (4, "^parameter 'w': the rows of a DTensor must be sharded over one axis"),
@@ -98,10 +117,12 @@ WRONG = {
     use_odd_experts: (2, "^parameter 'w': a DTensor's experts must divide among the 2 ranks, got 3"),
     use_other_shapes: (2, r"^the ranks differ .*shape \(8, 6\).* on rank 0, .*shape \(8, 7\).* on rank 1"),
     use_other_options: (2, "^the ranks differ .*lr=0.1 in group 0 on rank 0, lr=0.2 in group 0 on rank 1"),
-    use_other_groups: (2, "^the ranks differ .*parameter 'q'.* on rank 0, a first gradient of parameter 'p' on rank 1"),
+    use_other_groups: (2, "^the ranks differ .*'q'.* on rank 0, parameter 'p', number 0, with a gradient and no state"),
+    use_another_lr_later: (2, "^the ranks differ .*lr=0.1 in group 0 on rank 0, lr=0.2 in group 0 on rank 1"),
+    use_a_function_that_fails: (2, r"^(the step failed on rank [01]: ValueError: )?the orthogonalizer returned shape"),
     use_gradients_of_one_rank: (
         2,
-        "^the ranks differ .*no gradient of parameter 'q' on rank 0, a first gradient of parameter 'q' on rank 1",
+        "^the ranks differ .*'q'.* with no gradient on rank 0, parameter 'q', number 1, with a gradient and no state",
     ),
     use_zero_rows_of_one_rank: (2, "^parameter 'w': 1 of 8 rows are zero and have no direction"),
 }
@@ -114,7 +135,7 @@ def collect_messages(world, uses):
         try:
             use(world)
             messages.append("nothing was wrong")
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             messages.append(str(error))
     return messages
 

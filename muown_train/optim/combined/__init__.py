@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .core.base import Group
-from .core.loading import match_by_name
-from .core.matrix import MatrixOptimizer
-from .core.parts import PartGroups, PartState
-from .core.skip_step import can_skip_on_device, step_or_skip
+from ..core.base import Group
+from ..core.loading import match_by_name
+from ..core.matrix import MatrixOptimizer
+from ..core.skip_step import can_skip_on_device, step_or_skip
+from .parts import PartGroups, PartState
 
 
 class Combined(torch.optim.Optimizer):

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from .base import Group
-from .matrix import MatrixOptimizer
-from .names import describe_parameter
+from ..core.base import Group
+from ..core.matrix import MatrixOptimizer
+from ..core.names import describe_parameter
 
 MAX_NAMES = 5  # parameters that a warning names
 
@@ -35,7 +34,8 @@ class PartGroups:
     def __init__(self, parts: Sequence[Optimizer], groups: list[Group]) -> None:
         self.parts = tuple(parts)
         self.groups = groups
-        self._owners: MutableMapping[Tensor, Optimizer] = WeakTensorKeyDictionary()  # of every parameter ever seen
+        # Of every parameter ever seen. Weak references would keep torch from moving the parameters of FSDP2.
+        self._owners: dict[Tensor, Optimizer] = {}
         _check_one_owner(groups)
         self._remember()
 
