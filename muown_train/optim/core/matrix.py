@@ -230,23 +230,17 @@ class MatrixOptimizer(BaseOptimizer):
         def describe(p: Tensor) -> str:
             return "no gradient" if p.grad is None else f"a gradient and {'' if self.state.get(p) else 'no '}state"
 
+        facts: dict[Any, list[str]] = {}
         for j, group in enumerate(self.param_groups):
-            self._agree(group, j, describe)
+            for mesh, own in _list_facts(group, j, describe).items():
+                facts.setdefault(mesh, []).extend(own)
+        for mesh, everything in facts.items():
+            agree(mesh, everything)
         return params
 
     def agree_on_group(self, group: Group, j: int) -> None:
-        self._agree(group, j, lambda p: f"shape {tuple(p.shape)} and {p.dtype}")
-
-    def _agree(self, group: Group, j: int, describe: Callable[[Tensor], str]) -> None:
-        """Let the ranks that share the DTensors of a group agree on its options and on what `describe` says of each."""
-        facts: dict[Any, list[str]] = {}
-        for i, p in enumerate(group["params"]):
-            if is_dtensor(p):
-                fact = f"{describe_parameter(group, i, j)}, number {i}, with {describe(p)}"
-                facts.setdefault(cast(Any, p).device_mesh, []).append(fact)
-        options = [f"{key}={value} in group {j}" for key, value in sorted(list_options(group))] if facts else []
-        for mesh, own in facts.items():
-            agree(mesh, own + options)
+        for mesh, own in _list_facts(group, j, lambda p: f"shape {tuple(p.shape)} and {p.dtype}").items():
+            agree(mesh, own)
 
     def check_group(self, group: Group) -> None:
         """Raise ValueError if an option of the group is invalid, and bring the others into plain form.
@@ -323,6 +317,17 @@ def choose_exchange_dtype(X: Tensor, group: Group) -> torch.dtype:
         return X.dtype
     used = choose_dtype(X.device, X.dtype, group["ns_dtype"])
     return used if used.itemsize < X.dtype.itemsize else X.dtype
+
+
+def _list_facts(group: Group, j: int, describe: Callable[[Tensor], str]) -> dict[Any, list[str]]:
+    """Return, for each mesh of a group's DTensors, what its ranks must agree on: the options, and words on each."""
+    facts: dict[Any, list[str]] = {}
+    for i, p in enumerate(group["params"]):
+        if is_dtensor(p):
+            fact = f"{describe_parameter(group, i, j)}, number {i}, with {describe(p)}"
+            facts.setdefault(cast(Any, p).device_mesh, []).append(fact)
+    options = [f"{key}={value} in group {j}" for key, value in sorted(list_options(group))] if facts else []
+    return {mesh: own + options for mesh, own in facts.items()}
 
 
 def _copy_method(method: Callable[..., Any]) -> Callable[..., Any]:
