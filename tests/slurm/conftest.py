@@ -81,7 +81,7 @@ class Job:
         short = {key: facts.get(key) for key in ("JobState", "Reason", "Restarts", "ExitCode")}
         return f"{short}\n{self.log.read_text() if self.log.exists() else 'no log'}"
 
-    def wait(self, state: str, seconds: float = 90, restarts: int | None = None) -> dict[str, str]:
+    def wait(self, state: str, seconds: float = 200, restarts: int | None = None) -> dict[str, str]:
         """Wait for a state, after so many restarts if given; the facts then."""
 
         def reached() -> bool:

@@ -56,7 +56,7 @@ def trains(job: Job, step: int, folder: Path | None = None) -> None:
     def reached() -> bool:
         return (folder / "metrics.jsonl").exists() and any(line["step"] >= step for line in metrics(folder))
 
-    wait_for(reached, 90, job.told)
+    wait_for(reached, 200, job.told)
 
 
 def test_a_signal_before_the_time_limit_saves_and_requeues(train, tmp_path, uninterrupted):
