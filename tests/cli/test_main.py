@@ -355,6 +355,7 @@ def options(group: str) -> list[str]:
 # tokens of a row and of an evaluation, and data with their tokenizer, where it is not that of the paper's GPTs
 SETTINGS = {
     "124m": (1024, 4e6),
+    "7b": (4096, 1e7),  # not a model of the paper, but with its data and tokenizer
     "qwen2_0_5b": (2048, 1e7, "sample-10BT", "Qwen/Qwen2-0.5B"),
     "speedrun": (1024, 10_485_760, None, "gpt2"),
     "track3": (1024, 10_485_760, None, "gpt2"),
@@ -366,7 +367,7 @@ def test_a_model_of_the_paper_brings_its_setting_unless_told_otherwise(model):
     config = configured(f"model={model}")
     paper = model not in ("tiny", "small")
     assert ("tokenizer" in config.data) == paper
-    assert config.batch_tokens == (524288 if paper else {"tiny": 4096, "small": 8192}[model])
+    assert config.batch_tokens == {"tiny": 4096, "small": 8192, "7b": 4_194_304}.get(model, 524288)
     if paper:
         expected = SETTINGS.get(model, (2048, 1e7))
         data = (config.data.get("name"), config.data.tokenizer)
