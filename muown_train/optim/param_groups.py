@@ -31,6 +31,7 @@ from .known_modules import (
     is_conv_of_output_rows,
     is_experts,
 )
+from .row_shards.placement import release_gathered
 
 __all__ = ["Blocks", "Layout", "ParamRole", "Role", "canonical_name", "param_groups", "parameter_roles"]
 
@@ -119,9 +120,7 @@ def param_groups(
 
         Neither is an empty list, which torch's optimizers refuse: in its place there is a group without parameters.
     """
-    for module in model.modules():
-        if callable(reshard := getattr(module, "reshard", None)):
-            reshard()  # FSDP2 leaves whole parameters in a module after a forward pass alone
+    release_gathered(model)
     matrix: dict[ParamRole, dict[str, Any]] = {}
     rest: dict[Role, dict[str, Any]] = {}
     for name, parameter, role in _read_roles(model, conv, lambda parameter: frozen or parameter.requires_grad):

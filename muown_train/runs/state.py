@@ -15,6 +15,7 @@ from muown_train.optim.row_shards.placement import (
     find_row_shard,
     get_local,
     is_dtensor,
+    release_gathered,
     take_own_rows,
     wrap_local,
 )
@@ -94,9 +95,7 @@ def list_parts(state: Mapping[str, Any]) -> dict[Part, Any]:
 
 def list_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a model by canonical name, each once."""
-    for module in model.modules():
-        if hasattr(module, "reshard"):  # after a forward pass alone FSDP2 may leave whole parameters in the module
-            cast(Any, module).reshard()
+    release_gathered(model)
     return {canonical_name(name): p for name, p in model.named_parameters()}
 
 

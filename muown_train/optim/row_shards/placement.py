@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch import Size, Tensor
+from torch import Size, Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,6 +37,13 @@ def is_dtensor(tensor: Tensor) -> bool:
 def get_local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, sharing memory with it; return a plain tensor as it is."""
     return cast("DTensor", tensor).to_local() if is_dtensor(tensor) else tensor
+
+
+def release_gathered(model: nn.Module) -> None:
+    """Let FSDP2's modules have their DTensors again: after a forward pass alone some keep whole parameters."""
+    for module in model.modules():
+        if callable(reshard := getattr(module, "reshard", None)):
+            reshard()
 
 
 def check_placements(name: str, tensor: Tensor) -> None:
