@@ -88,8 +88,8 @@ class MuownSign(MatrixOptimizer):
         M, h = state["momentum_buffer"], state["magnitude_momentum"]
         adopt_changed_norms(W, state["magnitude"], state["magnitude_floor"], zeros_too=True)
         grad_g, grad_R = split_gradient(W, G, state["magnitude"], state["row_norm"])
-        is_first = (state["step"] == 1).to(M.device)
-        M.copy_(torch.where(is_first, grad_R, M))
+        is_first = (state["step"] == 1).to(M.device)  # (), or (m,) for rows of several matrices
+        M.copy_(torch.where(is_first.unsqueeze(-1), grad_R, M))
         h.copy_(torch.where(is_first, grad_g, h))
         return M.mul_(group["momentum"]).add_(grad_R), grad_g
 

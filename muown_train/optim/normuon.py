@@ -42,12 +42,15 @@ def equalize_rows(O: Tensor, v: Tensor, beta2: float, matrix: Matrix) -> Tensor:
     X = O.to(v.dtype)
     v.lerp_(X.square().mean(-1), 1 - beta2)
     equal = X / (v.sqrt() + _EPS).unsqueeze(-1)
-    norm, norm_of_equal = matrix.combine_norms(torch.stack((X.norm(), equal.norm())))
-    return equal.mul_(norm / (norm_of_equal + _EPS)).to(O.dtype)
+    norms = torch.stack([part.norm() for part in (*matrix.split(X), *matrix.split(equal))])
+    norm, norm_of_equal = matrix.combine_norms(norms).chunk(2)
+    return equal.mul_(matrix.repeat(norm / (norm_of_equal + _EPS)).unsqueeze(-1)).to(O.dtype)
 
 
 class _RowEqualizer(MatrixOptimizer):
     """Mixin before Muon or Muown: it equalises the rows of O before O is applied."""
+
+    moves_rows_alone = False  # the norm of a whole matrix stays what it was
 
     def check_group(self, group: Group) -> None:
         super().check_group(group)

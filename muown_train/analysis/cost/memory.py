@@ -35,7 +35,7 @@ from muown_train.models.language_model import LanguageModel
 from muown_train.models.loss import CHUNK_LOGITS
 from muown_train.optim import SOAP, Combined, Lion
 from muown_train.optim.core.base import BaseOptimizer, Group
-from muown_train.optim.core.blocks import MAX_BATCH_ELEMENTS
+from muown_train.optim.core.blocks import MAX_BATCH_ELEMENTS, MAX_JOINED_ELEMENTS, MAX_PART_ELEMENTS
 from muown_train.optim.core.matrix import MatrixOptimizer
 from muown_train.optim.core.skip_step import split_into_chunks
 from muown_train.optim.sharding import assign_owners
@@ -272,18 +272,22 @@ def _count_refinement(p: Tensor, group: Group) -> int:
 
 
 def _count_batches(parameters: list[tuple[Tensor, Group]], device: str, ns_bytes: int) -> Iterator[int]:
-    """Yield the bytes of orthogonalising and applying each batch of equal matrices (`optim.core.matrix`)."""
+    """Yield the bytes of preparing, orthogonalising and applying each batch of equal matrices (`optim.core.matrix`)."""
     counts: defaultdict[tuple[int, int], int] = defaultdict(int)
-    copies = 0  # copies of one matrix while the result of the batch is applied
+    copies, may_skip = 0, device != "cpu"  # copies of the rows that move together, while O is applied to them
     for p, group in parameters:
         # NorMuon's row statistics take one, Muown's weight decay two, and a step that a GPU may skip one
-        taken = ("beta2" in group) + 2 * bool("magnitude" in group and group["weight_decay"]) + (device != "cpu")
-        copies = max(copies, taken)
+        copies = max(copies, ("beta2" in group) + 2 * bool("magnitude" in group and group["weight_decay"]) + may_skip)
         for rows in group["blocks"] or (p.shape[0],):
             counts[rows, p.shape[1]] += 1
     for (m, n), count in counts.items():
-        k, one = min(count, max(1, MAX_BATCH_ELEMENTS.get(device, 2**26) // (m * n))), FLOAT * m * n
+        joined = min(count, MAX_JOINED_ELEMENTS.get(device, 2**24) // (m * n)) * m * n
+        k = min(count, max(1, MAX_BATCH_ELEMENTS.get(device, 2**26) // (m * n)))
+        rows_together = FLOAT * (joined or min(m * n, MAX_PART_ELEMENTS.get(device, 2**24)))
+        stack, is_joined, is_narrow = ns_bytes * k * m * n, joined > m * n, ns_bytes != FLOAT
         grams = (4 if max(m, n) >= 2 * min(m, n) else 2) * min(m, n) ** 2
-        iteration = one + ns_bytes * (2 * m * n + grams)  # X, and two of the iterate
-        result = 2 * one + (ns_bytes * m * n if ns_bytes != FLOAT else 0)  # X, O, and the O in the narrower dtype
-        yield max(k * iteration, k * result, (2 * k + copies) * one)
+        yield max(
+            stack + (1 + 3 * is_joined + may_skip) * rows_together,  # X; W, G and the momentum where joined
+            2 * stack + ns_bytes * k * grams,
+            stack + (is_narrow + is_joined + copies) * rows_together,  # O in float32; W where joined
+        )

@@ -1,11 +1,13 @@
-"""The matrices of parameters as a step sees them: split from fused parameters, and stacked by shape."""
+"""The matrices of parameters as a step sees them: split from fused ones, stacked by shape, joined or cut by rows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..row_shards.balance import balance_costs
@@ -18,6 +20,11 @@ from .orthogonalize import count_flops
 # The most elements that are orthogonalised together; it bounds the extra memory of a step (4 bytes an element for a
 # copy in float32). A CPU is slower on more than its caches hold; many small matrices keep a GPU busy.
 MAX_BATCH_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
+# The most elements of matrices whose rows are joined: a kernel's work then outweighs its start, and copying them costs
+# less than further kernels would.
+MAX_JOINED_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
+# The most elements of a part of a matrix: what one kernel writes is then still in a CPU's cache when the next reads it.
+MAX_PART_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
 
 
 class Block(NamedTuple):
@@ -44,7 +51,7 @@ def split_parameter(p: Tensor, state: State, group: Group) -> Iterator[Block]:
     ((W, G, state, _, _),) = _split_local(W, G, state, get_local_options(group))
     for matrix, start in split_rows(shard, group["blocks"], W.shape[1]):
         m = matrix.counts[shard.rank]
-        rows = {key: s if s.ndim == 0 else s.narrow(0, start, m) for key, s in state.items()}
+        rows = {key: _take_rows(s, start, m) for key, s in state.items()}
         yield Block(W.narrow(0, start, m), G.narrow(0, start, m), rows, group, matrix)
 
 
@@ -54,12 +61,14 @@ def _split_local(p: Tensor, grad: Tensor, state: State, group: Group) -> Iterato
     start = 0
     for i, (A, B) in enumerate(zip(W, G, strict=True)):
         m, n = A.shape
-        rows = {
-            key: matrices[key][i] if key in matrices else s if s.ndim == 0 else s.narrow(0, start, m)
-            for key, s in state.items()
-        }
+        rows = {key: matrices[key][i] if key in matrices else _take_rows(s, start, m) for key, s in state.items()}
         yield Block(A, B, rows, group, Matrix((m, n)))
         start += m
+
+
+def _take_rows(s: Tensor, start: int, m: int) -> Tensor:
+    """Return rows of a tensor as a view, all of it where that is all rows, and a scalar as it is."""
+    return s if s.ndim == 0 or len(s) == m else s.narrow(0, start, m)
 
 
 def batch_blocks(blocks: Iterable[Block]) -> Iterator[tuple[list[Block], list[int] | None]]:
@@ -90,3 +99,67 @@ def batch_blocks(blocks: Iterable[Block]) -> Iterator[tuple[list[Block], list[in
         for start in range(0, len(batch), size):
             part = batch[start : start + size]
             yield part, [owners[id(block)] for block in part] if matrix.shard else None
+
+
+def chunk_rows(batch: list[Block], may_cut: bool) -> Iterator[list[Block]]:
+    """Yield the rows of a batch, in order, in lists of blocks of one group that are joined, or in parts of blocks.
+
+    Args:
+        may_cut: whether rows of one matrix may come in several parts.
+    """
+    device = batch[0].W.device.type
+    most_joined, most = MAX_JOINED_ELEMENTS.get(device, 2**24), MAX_PART_ELEMENTS.get(device, 2**24)
+    for _, members in groupby(batch, key=lambda block: id(block.group)):
+        blocks = list(members)
+        largest = max(block.W.numel() for block in blocks)
+        if largest > most and may_cut:
+            for block in blocks:
+                yield from ([part] for part in _cut(block, math.ceil(block.W.numel() / most)))
+            continue
+        count = math.ceil(len(blocks) / max(1, most_joined // max(1, largest)))
+        size = math.ceil(len(blocks) / count)  # of equal sizes, since compiled code is made for a size
+        for start in range(0, len(blocks), size):
+            yield blocks[start : start + size]
+
+
+def _cut(block: Block, parts: int) -> Iterator[Block]:
+    """Yield the rows of a block in that many blocks, or in fewer."""
+    size = math.ceil(len(block.W) / max(1, parts))
+    for start in range(0, len(block.W), size) if size else [0]:
+        m = min(size, len(block.W) - start)
+        state = {key: _take_rows(s, start, m) for key, s in block.state.items()}
+        yield block._replace(W=block.W.narrow(0, start, m), G=block.G.narrow(0, start, m), state=state)
+
+
+def join_rows(blocks: list[Block]) -> Block:
+    """Return one block with the rows of all blocks, in memory of its own if there are several.
+
+    The number of the step is then that of each row, (m,), unless the host sees that all blocks have the same.
+    """
+    first = blocks[0]
+    if len(blocks) == 1:
+        return first
+    matrix = first.matrix._replace(joined=tuple(block.W.shape[0] for block in blocks))
+    state = {key: torch.cat([block.state[key] for block in blocks]) for key in first.state if key != "step"}
+    steps = torch.stack([block.state["step"] for block in blocks])
+    is_same = steps.is_cpu and not torch.compiler.is_compiling() and len(set(steps.tolist())) == 1
+    state["step"] = first.state["step"] if is_same else matrix.repeat(steps)
+    return Block(join_weights(blocks), torch.cat([block.G for block in blocks]), state, first.group, matrix)
+
+
+def join_weights(blocks: list[Block]) -> Tensor:
+    """Return the rows of W of all blocks, (m, n), in memory of their own if there are several blocks."""
+    return blocks[0].W if len(blocks) == 1 else torch.cat([block.W for block in blocks])
+
+
+def write_state(joined: State, blocks: list[Block], ndim: int) -> None:
+    """Copy the tensors of that many dimensions in the state of joined blocks back to each block."""
+    if len(blocks) > 1:
+        for key, s in joined.items():
+            if s.ndim == ndim and key != "step":
+                write_rows(s, [block.state[key] for block in blocks])
+
+
+def write_rows(joined: Tensor, parts: list[Tensor]) -> None:
+    """Copy rows to the tensors that they were joined from."""
+    torch._foreach_copy_(parts, joined.split([len(part) for part in parts]))

@@ -40,8 +40,11 @@ def step_magnitudes(
     if rule == "signum":
         return g - lr * m.sign()
     v = state["magnitude_exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    denominator = (v / (1 - beta2**step)).sqrt_().add_(eps)
-    return g - lr / (1 - beta1**step) * (m / denominator)
+    corrections = [1 - beta1**step, 1 - beta2**step]
+    if isinstance(step, Tensor) and step.ndim:  # numbers of rows would bring the state to their dtype
+        corrections = [correction.to(v.dtype) for correction in corrections]
+    denominator = (v / corrections[1]).sqrt_().add_(eps)
+    return g - lr / corrections[0] * (m / denominator)
 
 
 def clamp_away_from_zero(g: Tensor, g_old: Tensor, floor: Tensor) -> Tensor:

@@ -22,11 +22,20 @@ from ..row_shards.agreement import agree, raise_together
 from ..row_shards.exchange import Matrix, map_whole, run_in_pipeline
 from ..row_shards.placement import create_meta_whole, is_dtensor
 from .base import BaseOptimizer, Group, State
-from .blocks import Block, batch_blocks, split_parameter
+from .blocks import (
+    Block,
+    batch_blocks,
+    chunk_rows,
+    join_rows,
+    join_weights,
+    split_parameter,
+    write_rows,
+    write_state,
+)
 from .checks import check_bool, check_choice, check_number, check_numbers, is_whole_number
 from .layouts import check_layout, check_layout_options, split_matrices
 from .names import describe_parameter, list_options
-from .orthogonalize import choose_dtype, get_dtype_name, newton_schulz, polar_express, svd
+from .orthogonalize import apply_quintics, choose_dtype, get_dtype_name, list_polar_express_quintics, svd
 from .skip_step import remember, run_or_restore
 
 Extras = Sequence[Tensor]  # the tensors that `prepare` returns for `apply` besides X
@@ -54,6 +63,7 @@ class MatrixOptimizer(BaseOptimizer):
     """
 
     optional_state = frozenset({"step"})  # torch.optim.Muon does not keep it
+    moves_rows_alone = True  # whether `prepare` and `apply` of some rows of a matrix need nothing of the others
     _compile_options: dict[str, Any] | None = None
 
     def create_state(self, W: Tensor, group: Group) -> State:
@@ -89,6 +99,7 @@ class MatrixOptimizer(BaseOptimizer):
         Args:
             O: (m, n), in the dtype of X.
             extras: the tensors that `prepare` returned besides X.
+            state: the scalars and vectors of the state.
             group: everything in it but lr is a constant to compiled code.
             lr: the group's learning rate.
             step: the number of this step, counted from 1.
@@ -116,8 +127,10 @@ class MatrixOptimizer(BaseOptimizer):
         for batch, owners in batch_blocks(self._collect_blocks(params, skip)):
             if owners is None:
                 X, finish = self._prepare_batch(batch, skip)
-                finish(orthogonalize(X, batch[0].group))
-                del X, finish  # this memory is free before the next batch
+                O = orthogonalize(X.view(len(batch), *batch[0].W.shape), batch[0].group).reshape(X.shape)  # noqa: E741
+                del X  # this memory is free before copies of O are made, and that of O before the next batch
+                finish(O)
+                del O, finish
             else:
                 sharded.append(self._step_shards(batch, owners, skip))
         run_in_pipeline(sharded)
@@ -134,35 +147,68 @@ class MatrixOptimizer(BaseOptimizer):
         def apply_to_whole(whole: list[Tensor]) -> Iterable[Tensor]:
             nonlocal error
             try:
-                return orthogonalize(whole, group)
+                return orthogonalize(torch.stack(whole), group)
             except Exception as raised:
                 if not may_fail:
                     raise
                 error = raised
                 return whole
 
-        outputs = yield from map_whole(apply_to_whole, X, matrices, owners, choose_exchange_dtype(X[0], group))
+        rows = X.split([len(block.W) for block in batch])
+        outputs = yield from map_whole(apply_to_whole, rows, matrices, owners)
         if may_fail and matrices[0].shard is not None:
             raise_together(matrices[0].shard.mesh, error)
-        finish(outputs)
+        finish(torch.cat(outputs))
 
-    def _prepare_batch(
-        self, batch: list[Block], skip: Tensor | None
-    ) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], None]]:
-        """Return X of blocks that are orthogonalised as one stack, and the function that moves them by the results."""
+    def _prepare_batch(self, batch: list[Block], skip: Tensor | None) -> tuple[Tensor, Callable[[Tensor], None]]:
+        """Return X of blocks that are orthogonalised together, and the function that moves them by O.
+
+        X and O have the rows of all blocks, one block below the other, in the dtype of the iteration if it is narrower
+        than that of the momentum.
+        """
         skip = None if skip is None else skip.to(batch[0].W.device)
-        restore = remember(skip, [s for block in batch for s in block.state.values() if s.ndim == 1])
-        prepare, apply, convert = self._get_step_functions(batch[0], skip)
-        prepared = [prepare(skip, *block[:4]) for block in batch]
+        # compiled code reads large matrices once, whether they come in parts or not
+        may_cut = self.moves_rows_alone and self._compile_options is None and not torch.compiler.is_compiling()
+        group, stacked = batch[0].group, None
+        moves, sizes, start = [], [], 0
+        for blocks in chunk_rows(batch, may_cut):
+            X, move = self._prepare_rows(blocks, skip)
+            if stacked is None:
+                rows = sum(len(block.W) for block in batch)
+                stacked = X.new_empty((rows, X.shape[1]), dtype=choose_stack_dtype(X, group))
+            stacked[start : start + len(X)] = X
+            start += len(X)
+            moves.append(move)
+            sizes.append(len(X))
+            del X  # this memory is free before the next rows
 
-        def finish(outputs: Iterable[Tensor]) -> None:
-            for (W, _, state, group, matrix), (_, *extras), O in zip(batch, prepared, outputs, strict=True):  # noqa: E741
-                # a step number that depends on skip flags stays on the device
-                step = convert(state["step"]) if skip is None else state["step"].to(skip.device, torch.float64)
-                apply(skip, W, O, extras, state, group, convert(group["lr"]), step, matrix)
+        def finish(O: Tensor) -> None:  # noqa: E741
+            for move, rows in zip(moves, O.split(sizes), strict=True):
+                move(rows)
+
+        return cast(Tensor, stacked), finish
+
+    def _prepare_rows(self, blocks: list[Block], skip: Tensor | None) -> tuple[Tensor, Callable[[Tensor], None]]:
+        """Do the same for blocks of one group, whose rows move together as those of one tall matrix."""
+        W, G, state, group, matrix = join_rows(blocks)
+        prepare, apply, convert = self._get_step_functions(W, matrix, skip)
+        restore = remember(skip, [s for key, s in state.items() if s.ndim == 1 and key != "step"])
+        X, *extras = prepare(skip, W, G, state, group)
+        write_state(state, blocks, 2)
+        state = {key: s for key, s in state.items() if s.ndim < 2}  # matrices are not kept until the results are there
+        dtype = X.dtype
+
+        def move(O: Tensor) -> None:  # noqa: E741
+            W, step = join_weights(blocks), state["step"]
+            # a step number that depends on skip flags stays on the device
+            number = convert(step) if skip is None and step.ndim == 0 else step.to(W.device, torch.float64)
+            apply(skip, W, O.to(dtype), extras, state, group, convert(group["lr"]), number, matrix)
             restore()
+            if len(blocks) > 1:
+                write_rows(W, [block.W for block in blocks])
+            write_state(state, blocks, 1)
 
-        return [X for X, *_ in prepared], finish
+        return X, move
 
     def _prepare_or_restore(
         self, skip: Tensor | None, W: Tensor, G: Tensor, state: State, group: Group
@@ -189,13 +235,13 @@ class MatrixOptimizer(BaseOptimizer):
         self._compile_options = options
         self._compiled: dict[Any, _StepFunctions] = {}
 
-    def _get_step_functions(self, block: Block, skip: Tensor | None) -> _StepFunctions:
-        """Return the functions for blocks like this, compiled if `compile` was called."""
+    def _get_step_functions(self, W: Tensor, matrix: Matrix, skip: Tensor | None) -> _StepFunctions:
+        """Return the functions for rows like these, compiled if `compile` was called."""
         if self._compile_options is None:
             # a user who compiles the whole step has numbers that change with each step as tensors
             convert = _to_float64_tensor if torch.compiler.is_compiling() else float
             return _StepFunctions(self._prepare_or_restore, self._apply_or_restore, convert)
-        W, is_sharded = block.W, block.matrix.shard is not None
+        is_sharded = matrix.shard is not None
         # a rank has few or many rows of a sharded matrix, for which one program serves
         key = W.shape[is_sharded:], W.stride(), W.dtype, W.device, skip is None, is_sharded
         if key not in self._compiled:
@@ -208,15 +254,17 @@ class MatrixOptimizer(BaseOptimizer):
     def _collect_blocks(self, params: list[list[Tensor]], skip: Tensor | None) -> list[Block]:
         """Return the matrices of the parameters, and count the step in their state unless skip is true."""
         blocks: list[Block] = []
+        steps: list[Tensor] = []
         increment = None if skip is None else skip.logical_not()
         for group_params, group in zip(params, self.param_groups, strict=True):
             for p in group_params:
                 state = self.state[p]
-                if increment is None:
-                    state["step"] += 1
-                else:
+                if increment is not None:
                     state["step"] = state["step"].to(increment.device, non_blocking=True).add_(increment)
+                steps.append(state["step"])
                 blocks += split_parameter(p, state, group)
+        if skip is None and steps:
+            torch._foreach_add_(steps, 1)
         return blocks
 
     def _collect_params(self) -> list[list[Tensor]]:
@@ -291,28 +339,29 @@ def subtract_scaled(W: Tensor, O: Tensor, rate: Number, out: Tensor | None = Non
     return torch.sub(W, O * rate, out=out) if isinstance(rate, Tensor) else torch.sub(W, O, alpha=rate, out=out)
 
 
-def orthogonalize(X: list[Tensor], group: Group) -> Tensor:
-    """Stack k matrices X (m, n) and orthogonalise them as the group's options say: (k, m, n), in their dtype.
+def orthogonalize(X: Tensor, group: Group) -> Tensor:
+    """Orthogonalise k matrices X (k, m, n) as the group's options say; this may overwrite X.
 
     Raises:
         ValueError: if the user's own orthogonalizer returns another shape.
     """
     kind = group["orthogonalizer"]
     if kind == "newton_schulz":
-        return newton_schulz(X, group["ns_steps"], group["ns_coefficients"], group["eps"], group["ns_dtype"])
+        quintics = [group["ns_coefficients"]] * group["ns_steps"]
+        return apply_quintics(X, quintics, group["eps"], group["ns_dtype"], overwrite=True)
     if kind == "polar_express":
-        return polar_express(X, group["ns_steps"], group["eps"], group["ns_dtype"])
-    stacked = torch.stack(X)
+        quintics = list_polar_express_quintics(group["ns_steps"])
+        return apply_quintics(X, quintics, group["eps"], group["ns_dtype"], on_gram=False, overwrite=True)
     if kind == "svd":
-        return svd(stacked)
-    output: Tensor = kind(stacked)
-    if output.shape != stacked.shape:
-        raise ValueError(f"the orthogonalizer returned shape {tuple(output.shape)} for {tuple(stacked.shape)}")
+        return svd(X)
+    output: Tensor = kind(X)
+    if output.shape != X.shape:
+        raise ValueError(f"the orthogonalizer returned shape {tuple(output.shape)} for {tuple(X.shape)}")
     return output
 
 
-def choose_exchange_dtype(X: Tensor, group: Group) -> torch.dtype:
-    """Return the dtype in which rows of X travel: that of the iteration, if it is narrower than X's own."""
+def choose_stack_dtype(X: Tensor, group: Group) -> torch.dtype:
+    """Return the dtype in which X is stacked, or travels: that of the iteration, if it is narrower than X's own."""
     if group["orthogonalizer"] not in ("newton_schulz", "polar_express"):
         return X.dtype
     used = choose_dtype(X.device, X.dtype, group["ns_dtype"])

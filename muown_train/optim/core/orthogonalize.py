@@ -114,7 +114,7 @@ def choose_dtype(device: torch.device | str, dtype: torch.dtype, given: torch.dt
 
 
 def newton_schulz(
-    X: Tensor | Sequence[Tensor],
+    X: Tensor,
     steps: int = NS_STEPS,
     coefficients: Quintic = NS_COEFFICIENTS,
     eps: float = NS_EPS,
@@ -123,34 +123,32 @@ def newton_schulz(
     """Approximate U V^T by `steps` iterations of Y <- a Y + (b Y Y^T + c (Y Y^T)^2) Y, started at Y = X / ||X||_F.
 
     Args:
-        X: (..., m, n), any floating dtype, or k matrices (m, n) to be stacked. It is not modified.
+        X: (..., m, n), any floating dtype. It is not modified.
         steps: number of iterations.
         coefficients: (a, b, c) of the quintic.
         eps: the least norm that X is divided by; zeros stay zeros.
         dtype: the dtype to iterate in, or its name; None for that of `choose_dtype`.
 
     Returns:
-        (..., m, n) or (k, m, n), in X's dtype.
+        (..., m, n), in X's dtype.
     """
     return apply_quintics(X, [coefficients] * steps, eps, dtype)
 
 
-def polar_express(
-    X: Tensor | Sequence[Tensor], steps: int = 8, eps: float = NS_EPS, dtype: torch.dtype | str | None = None
-) -> Tensor:
+def polar_express(X: Tensor, steps: int = 8, eps: float = NS_EPS, dtype: torch.dtype | str | None = None) -> Tensor:
     """Approximate U V^T by `steps` steps of Polar Express.
 
     After 5 steps all singular values of at least 1e-3 of the norm are within 0.2 of 1, after 8 steps within 1e-6 (in
     exact arithmetic).
 
     Args:
-        X: (..., m, n), any floating dtype, or k matrices (m, n) to be stacked. It is not modified.
+        X: (..., m, n), any floating dtype. It is not modified.
         steps: number of steps; from the eighth on the quintic is (1.875, -1.25, 0.375).
         eps: the least norm that X is divided by; zeros stay zeros.
         dtype: the dtype to iterate in, or its name; None for that of `choose_dtype`.
 
     Returns:
-        (..., m, n) or (k, m, n), in X's dtype.
+        (..., m, n), in X's dtype.
     """
     # Three steps on one Gram matrix would amplify its rounding error 8 * 4 * 4 times, beyond the interval that the next
     # quintic is made for: bfloat16 matrices of sides 1:2 or more then became infinite one time in four.
@@ -188,11 +186,12 @@ def svd(X: Tensor) -> Tensor:
 
 
 def apply_quintics(
-    X: Tensor | Sequence[Tensor],
+    X: Tensor,
     quintics: Sequence[Quintic],
     eps: float = NS_EPS,
     dtype: torch.dtype | str | None = None,
     on_gram: bool = True,
+    overwrite: bool = False,
 ) -> Tensor:
     """Apply odd quintics a x + b x^3 + c x^5, one after the other, to the singular values of X / ||X||_F.
 
@@ -201,13 +200,16 @@ def apply_quintics(
     Args:
         X, eps, dtype: as in `newton_schulz`, and so is the result.
         on_gram: whether several steps may be taken on one Gram matrix, which steep quintics do not allow.
+        overwrite: whether X may be overwritten, which saves a copy if it is in `dtype`.
     """
-    shape, matrices = (X.shape, X.reshape(-1, *X.shape[-2:])) if isinstance(X, Tensor) else ((len(X), *X[0].shape), X)
-    first = matrices[0]
-    Y = _normalize_and_stack(matrices, eps, choose_dtype(first.device, first.dtype, dtype))
+    Y = X.reshape(-1, *X.shape[-2:])
+    # norms are computed in float32 at least, since the squares of float16 overflow
+    norms = torch.linalg.vector_norm(Y, dim=(1, 2), keepdim=True, dtype=torch.promote_types(X.dtype, torch.float32))
+    used = choose_dtype(X.device, X.dtype, dtype)
+    Y = Y.to(used, copy=not overwrite).mul_(norms.clamp(min=eps).reciprocal())
     aspect = max(Y.shape[1:]) / min(Y.shape[1:])
     Y = _iterate_on_gram(Y, quintics) if on_gram and aspect >= GRAM_ASPECT else _iterate_on_matrix(Y, quintics)
-    return Y.reshape(shape).to(first.dtype)
+    return Y.reshape(X.shape).to(X.dtype)
 
 
 def count_flops(m: int, n: int, steps: int, on_gram: bool = True) -> int:
@@ -224,16 +226,6 @@ def count_flops(m: int, n: int, steps: int, on_gram: bool = True) -> int:
     restarts = math.ceil(steps / RESTART)
     # a restart computes A, its first P, and Q Y; each further step multiplies A P, P (A P), A A and P Q
     return restarts * (2 * product + small) + (steps - restarts) * 4 * small
-
-
-def _normalize_and_stack(X: Tensor | Sequence[Tensor], eps: float, dtype: torch.dtype) -> Tensor:
-    """Stack X / ||X||_F of k matrices (m, n) into (k, m, n) of another dtype, in one pass after that of the norm."""
-    Y = torch.empty((len(X), *X[0].shape), dtype=dtype, device=X[0].device)
-    for y, x in zip(Y, X, strict=True):
-        # the norm is computed in float32 at least, since the squares of float16 overflow
-        norm = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)).clamp(min=eps)
-        y.copy_(x).mul_(norm.reciprocal())
-    return Y
 
 
 def _iterate_on_matrix(Y: Tensor, quintics: Sequence[Quintic]) -> Tensor:

@@ -25,6 +25,17 @@ class Matrix(NamedTuple):
     shape: tuple[int, int]
     shard: RowShard | None = None  # None: this rank has all rows
     counts: tuple[int, ...] = ()  # rows of the matrix on each rank of the shard's axis
+    joined: tuple[int, ...] = ()  # this rank's rows of each of several such matrices, which lie below one another
+
+    def split(self, X: Tensor) -> Sequence[Tensor]:
+        """Return the rows of each matrix."""
+        return X.split(self.joined) if self.joined else [X]
+
+    def repeat(self, values: Tensor) -> Tensor:
+        """Return one value for each row, (m,), given one for each matrix, (k,), or for the only one."""
+        if not self.joined:
+            return values
+        return torch.cat([value.expand(m) for value, m in zip(values.split(1), self.joined, strict=True)])
 
     def combine_norms(self, norms: Tensor) -> Tensor:
         """Return Frobenius norms of the whole, any shape, given those of this rank's rows; a collective call."""
@@ -58,10 +69,9 @@ def split_rows(shard: RowShard, blocks: Sequence[int] | None, n: int) -> Iterato
 
 def map_whole(
     function: Callable[[list[Tensor]], Iterable[Tensor]],
-    X: list[Tensor],
+    X: Sequence[Tensor],
     matrices: Sequence[Matrix],
     owners: Sequence[int],
-    dtype: torch.dtype,
 ) -> Generator[None, None, list[Tensor]]:
     """Call a function with whole matrices of one shape, and return this rank's rows of each result.
 
@@ -72,29 +82,28 @@ def map_whole(
         function: maps matrices (m, n) to as many results of that shape and dtype; called if this rank owns any.
         X: this rank's rows of each matrix, (m_r, n), also where it has none.
         owners: the rank along the axis that works on each matrix.
-        dtype: what X is converted to before it travels.
     """
     shard, n = matrices[0].shard, matrices[0].shape[1]
     if shard is None or shard.axis is None:
-        return list(function(X))
+        return list(function(list(X)))
     size, rank = len(shard.bounds), shard.rank
     order = sorted(range(len(X)), key=owners.__getitem__)  # what goes to one rank lies together
     own = [i for i in order if owners[i] == rank]
     away = [n * sum(matrices[i].counts[rank] for i in order if owners[i] == r) for r in range(size)]
     home = [n * sum(matrices[i].counts[r] for i in own) for r in range(size)]
 
-    there = _Message(torch.cat([X[i].to(dtype).flatten() for i in order]), away, home, shard)
+    there = _Message(torch.cat([X[i].flatten() for i in order]), away, home, shard)
     yield
     parts = [part.split([n * matrices[i].counts[r] for i in own]) for r, part in enumerate(there.receive().split(home))]
     whole = [torch.cat(rows).view(-1, n) for rows in zip(*parts, strict=True)]
     results = list(function(whole)) if own else []
     rows = [O.split(matrices[i].counts) for i, O in zip(own, results, strict=True)]  # noqa: E741
-    pieces = [part[r].to(dtype).flatten() for r in range(size) for part in rows]
+    pieces = [part[r].flatten() for r in range(size) for part in rows]
     back = _Message(torch.cat(pieces) if own else there.received, home, away, shard)
     del there, parts, whole, results, rows, pieces  # this memory is not held while the message travels
     yield
     received = back.receive().split([n * matrices[i].counts[rank] for i in order])
-    own_rows = {i: piece.view(-1, n).to(X[i].dtype) for i, piece in zip(order, received, strict=True)}
+    own_rows = {i: piece.view(-1, n) for i, piece in zip(order, received, strict=True)}
     return [own_rows[i] for i in range(len(X))]
 
 

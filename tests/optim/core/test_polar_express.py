@@ -77,7 +77,6 @@ def test_it_converges_to_the_exact_factor(shape, dtype, atol):
     X[1] = 0
     O = polar_express(X, steps=10, dtype=dtype)  # noqa: E741
     torch.testing.assert_close(O, svd(X), rtol=0, atol=atol)
-    torch.testing.assert_close(polar_express(list(X), steps=10, dtype=dtype), O, rtol=0, atol=0)
 
 
 def test_long_matrices_of_falling_singular_values_stay_finite_in_bfloat16():

@@ -125,7 +125,8 @@ def test_a_step_sends_about_half_of_what_gathering_all_matrices_would(layers):
 def test_an_all_reduce_of_two_numbers_for_each_matrix_is_all_that_normuon_adds():
     counts = count_bytes(lambda groups: NorMuon(groups, lr=0.1, ns_dtype="bfloat16"), 4, ranks=[1])
     blocks = 4 * 6  # q, k, v, the projections of attention, and the two matrices of the MLP
-    assert counts[0]["all-reduce"] == (blocks, blocks * 2 * 8 * (RANKS - 1) // RANKS)
+    calls, sent = counts[0]["all-reduce"]  # of several matrices together
+    assert calls < blocks and sent == blocks * 2 * 8 * (RANKS - 1) // RANKS
 
 
 @pytest.mark.slow
