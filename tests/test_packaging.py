@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import muown_train
-from muown_train.runtime.extras import EXTRAS
+from muown_train.config.extras import EXTRAS
 from tests.helpers.paths import ROOT
 from tests.helpers.runs import SMALL
 

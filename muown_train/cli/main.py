@@ -5,7 +5,7 @@ import sys
 
 from muown_train.cli.process import WRONG, check_ranks, exit_with, run_command
 from muown_train.cli.terminal import format_output
-from muown_train.runtime.extras import explain_import_error
+from muown_train.config.extras import explain_import_error
 
 # name -> module with a function `main`, or module:function, and what it does
 COMMANDS = {

@@ -11,8 +11,8 @@ from functools import cache, partial
 from typing import Any
 
 from muown_train.config.checks import check_kind, is_number
+from muown_train.config.extras import explain_import_error
 from muown_train.config.renamed_names import update_target
-from muown_train.runtime.extras import explain_import_error
 from muown_train.runtime.suggest import suggest_nearest
 
 _TORCH = "Adadelta Adafactor Adagrad Adam Adamax AdamW ASGD Muon NAdam RAdam RMSprop Rprop SGD"

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from muown_train.config.extras import check_installed
 from muown_train.runs.metrics import Line
-from muown_train.runtime.extras import check_installed
 from muown_train.runtime.redaction import redact_tree
 from muown_train.training.tracking.async_sink import AsyncSink
 

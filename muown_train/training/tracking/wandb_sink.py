@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from muown_train.config.extras import check_installed
 from muown_train.runs.metrics import Line, Metrics
 from muown_train.runtime.atomic_files import try_read_json, write_atomic
-from muown_train.runtime.extras import check_installed
 from muown_train.runtime.redaction import redact, redact_tree
 from muown_train.runtime.suggest import suggest_nearest
 from muown_train.training.tracking.async_sink import AsyncSink
