@@ -1,4 +1,4 @@
-"""Exit statuses of commands, and one sentence on standard error for every error that a user can cause."""
+"""One sentence on standard error, and an exit status, for every error that a user can cause."""
 
 import argparse
 import errno
@@ -6,18 +6,16 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from muown_train.cli.messages import explain_error, lacks_descriptors
-from muown_train.cli.process import is_output_closed
+from muown_train.cli.process import FAILED, GAVE_UP, INTERRUPTED, WRONG, exit_with, is_output_closed
 from muown_train.runs.status import RepeatedFailure
-from muown_train.runtime.formatting import escape_controls
 
-FAILED, WRONG, GAVE_UP, INTERRUPTED = 1, 2, 3, 130
 # these are faults of the machine, not of a setting: the same command may succeed later
 _TEMPORARY = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE, errno.ETIMEDOUT),
@@ -55,14 +53,6 @@ def report_errors(settings: list[str] | None = None) -> Iterator[None]:
             raise
         lacking = "threads (`ulimit -u`, or the limit of a container)" if str(error) else "memory"
         exit_with(f"error: this machine gives the process no more {lacking}", FAILED)
-
-
-def exit_with(sentence: str, status: int) -> NoReturn:
-    """Print a sentence on standard error, after this process's rank if it has one, and exit."""
-    rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-    with suppress(OSError):  # nobody reads it, or the disk is full; the status tells too
-        print(escape_controls(f"{rank}{sentence}"), file=sys.stderr, flush=True)
-    sys.exit(status)
 
 
 def parse_count(least: int = 1, most: int = 10**6) -> Callable[[str], int]:

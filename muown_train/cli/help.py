@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from muown_train import __version__
 from muown_train.cli.main import COMMANDS
 from muown_train.config.compose import GROUPS, read_first_sentence
 
@@ -42,7 +43,7 @@ def format_help(configs: Path) -> str:
 def format_version() -> str:
     """Return the version of the program, of Python and of the two libraries that matter most."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "hydra-core"))
-    return f"muown_train {importlib.metadata.version('muown-train')} (Python {platform.python_version()}, {versions})"
+    return f"muown_train {__version__} (Python {platform.python_version()}, {versions})"
 
 
 def _yield_lines(configs: Path) -> Iterator[str]:

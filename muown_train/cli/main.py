@@ -3,8 +3,9 @@
 import importlib
 import sys
 
-from muown_train.cli.process import check_ranks, run_command
+from muown_train.cli.process import WRONG, check_ranks, exit_with, run_command
 from muown_train.cli.terminal import format_output
+from muown_train.runtime.extras import explain_import_error
 
 # name -> module with a function `main`, or module:function, and what it does
 COMMANDS = {
@@ -27,6 +28,16 @@ COMMANDS = {
 
 def main() -> int | None:
     """Run the command that the first word names, or train. Any status but 0 is returned or raised as SystemExit."""
+    try:
+        return _run_command_of_words()
+    except ImportError as error:
+        sentence = explain_import_error(error)
+        if sentence is None:
+            raise
+        exit_with(f"error: {sentence}", WRONG)
+
+
+def _run_command_of_words() -> int | None:
     try:
         check_ranks()
     except ValueError:

@@ -1,4 +1,4 @@
-"""The process of a command: how it loads torch, ends when nobody reads its output, and ends with threads of others."""
+"""The process of a command: how it loads torch, and how it ends, also with unread output or threads of others."""
 
 import atexit
 import gc
@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
+from muown_train.runtime.formatting import escape_controls
+
+FAILED, WRONG, GAVE_UP, INTERRUPTED = 1, 2, 3, 130  # exit statuses
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # by which a command ends that was stopped by them
 OUTPUT_CLOSED = 128 + signal.SIGPIPE  # the status that a shell gives a program that such a pipe has ended
 
@@ -66,6 +69,14 @@ def is_output_closed() -> bool:
     except (OSError, ValueError):  # standard output is something else, such as a notebook
         return False
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+
+
+def exit_with(sentence: str, status: int) -> NoReturn:
+    """Print a sentence on standard error, after this process's rank if it has one, and exit."""
+    rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+    with suppress(OSError):  # nobody reads it, or the disk is full; the status tells too
+        print(escape_controls(f"{rank}{sentence}"), file=sys.stderr, flush=True)
+    sys.exit(status)
 
 
 def run_quietly(main: Callable[[], int | None]) -> object:

@@ -12,6 +12,7 @@ from typing import Any
 
 from muown_train.config.checks import check_kind, is_number
 from muown_train.config.renamed_names import update_target
+from muown_train.runtime.extras import explain_import_error
 from muown_train.runtime.suggest import suggest_nearest
 
 _TORCH = "Adadelta Adafactor Adagrad Adam Adamax AdamW ASGD Muon NAdam RAdam RMSprop Rprop SGD"
@@ -156,7 +157,8 @@ def _import_target(target: Any, section: str) -> Callable[..., Any]:
     try:
         imported: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{section}._target_={target} cannot be imported: {error}") from None
+        reason = (explain_import_error(error) if isinstance(error, ImportError) else None) or error
+        raise ValueError(f"{section}._target_={target} cannot be imported: {reason}") from None
     if not callable(imported):
         raise ValueError(f"{section}._target_={target} is no class or function")
     return imported

@@ -10,15 +10,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from muown_train.config.checks import check_positive
 from muown_train.models.attention import KeyValueCache, cached_attention, causal_attention
 from muown_train.models.language_model import LanguageModel, check_heads, check_sizes
-
-try:
-    from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, Qwen2Config, Qwen2ForCausalLM
-except ImportError as error:
-    raise ImportError(f"Qwen2 needs transformers: pip install -e '.[qwen2]' ({error})") from None
 
 ATTENTION_NAME = "muown_train"  # the name of our attention in the register of transformers
 

@@ -176,4 +176,6 @@ def test_without_transformers_it_says_what_to_install(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert "Qwen2 needs transformers: pip install -e '.[qwen2]'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("error: model._target_=muown_train.models.qwen2.Qwen2 cannot be imported: the library")
+    assert said.endswith("[train]'` installs it\n") and said.count("\n") == 1

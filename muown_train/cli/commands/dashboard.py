@@ -1,6 +1,6 @@
 """Make a view of an experiment at W&B: `muown-train dashboard ENTITY/PROJECT [--group GROUP]` saves it.
 
-`--print` shows its specification as JSON and needs no network. The command needs pip install 'muown-train[dashboard]'.
+`--print` shows its specification as JSON and needs no network. The command needs pip install 'muown-train[wandb]'.
 """
 
 import json
@@ -25,10 +25,7 @@ def main(words: Sequence[str]) -> None:
     entity, _, project = arguments.project.partition("/")
     if not entity or not project or "/" in project:
         parser.error(f"{arguments.project!r} must be ENTITY/PROJECT, such as my-team/muown")
-    try:
-        view = build_view(entity, project, arguments.group, arguments.name or arguments.group or project)
-    except ModuleNotFoundError:
-        exit_with("error: this needs a package: pip install 'muown-train[dashboard]'", FAILED)
+    view = build_view(entity, project, arguments.group, arguments.name or arguments.group or project)
     if arguments.print:
         print(json.dumps(view._to_model().model_dump(mode="json", by_alias=True, exclude_none=True), indent=1))
         return
@@ -43,7 +40,7 @@ def build_view(entity: str, project: str, group: str | None, name: str) -> Any:
     """Return the whole view of the runs of a group, a wandb_workspaces Workspace; every curve is over tokens.
 
     Raises:
-        ModuleNotFoundError: the extra `dashboard` is not installed.
+        ImportError: the extra `wandb` is not installed.
     """
     # import_module, because the package declares no types and is an extra
     ws: Any = import_module("wandb_workspaces.workspaces")

@@ -1,6 +1,5 @@
 """Write a run's metrics for TensorBoard: `tensorboard --logdir runs` compares runs."""
 
-import importlib.util
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from muown_train.runs.metrics import Line
+from muown_train.runtime.extras import check_installed
 from muown_train.runtime.redaction import redact_tree
 from muown_train.training.tracking.async_sink import AsyncSink
 
@@ -24,8 +24,7 @@ class TensorBoardSink(AsyncSink):
     """
 
     def __init__(self, finish_timeout: float = 60.0, warn: Callable[[str], None] = print) -> None:
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ValueError("tracking=tensorboard needs a package: pip install 'muown-train[tensorboard]'")
+        check_installed("tensorboard")
         super().__init__(_EventFiles(), "TensorBoard", finish_timeout, warn=warn)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from muown_train.runs.metrics import Line, Metrics
 from muown_train.runtime.atomic_files import try_read_json, write_atomic
+from muown_train.runtime.extras import check_installed
 from muown_train.runtime.redaction import redact, redact_tree
 from muown_train.runtime.suggest import suggest_nearest
 from muown_train.training.tracking.async_sink import AsyncSink
@@ -36,7 +37,7 @@ class WandbSink(AsyncSink):
         warn: called with a sentence for the user.
 
     Raises:
-        ValueError: a setting is wrong.
+        ValueError: a setting is wrong, or W&B's library is not installed.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class WandbSink(AsyncSink):
         finish_timeout: float = 60.0,
         warn: Callable[[str], None] = print,
     ) -> None:
+        check_installed("wandb")
         source = "WANDB_MODE" if mode is None else "tracking.mode"
         if mode is None:
             mode = os.environ.get("WANDB_MODE") or "online"

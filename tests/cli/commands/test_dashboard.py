@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from muown_train.cli.commands.dashboard import main
+from muown_train.cli.main import main as run_words
 from tests.helpers.paths import ROOT
 
 pytest.importorskip("wandb_workspaces")
@@ -77,6 +78,8 @@ def test_a_view_that_cannot_be_saved(monkeypatch, capsys):
 def test_without_the_package_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
     monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", None)
+    monkeypatch.setattr(sys, "argv", ["muown-train", "dashboard", "me/muown", "--print"])
     with pytest.raises(SystemExit) as ended:
-        main(["me/muown", "--print"])
-    assert ended.value.code == 1 and "pip install 'muown-train[dashboard]'" in capsys.readouterr().err
+        run_words()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith("error: the library wandb_workspaces") and "[wandb]'`" in said
