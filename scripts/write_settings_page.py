@@ -17,13 +17,13 @@ from muown_train.config.compose import CONFIG_DIR, GROUPS
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 HEAD = """# All settings
 
-This page is made of the files in `configs/` by `scripts/write_settings_page.py`. [Configuration](configuration.md) explains
-how settings are given and what the most used ones do. `muown-train --cfg job` prints the settings of a command with their
-values. `${…}` is the value of another setting.
+This page is made of the files in `configs/` by `scripts/write_settings_page.py`. [Configuration](configuration.md)
+explains how settings are given and what the most used ones do. `muown-train --cfg job` prints the settings of a command
+with their values. `${…}` is the value of another setting.
 """
 INTRODUCTIONS = {
     "model": "A model also brings the budget, the data and the sizes of its runs.",
-    "experiment": "[Reproducing the paper](reproduce.md) explains experiments. A file also holds the settings of all its runs.",
+    "experiment": "[Reproducing the paper](reproduce.md) explains them. A file also has settings for all its runs.",
 }
 
 

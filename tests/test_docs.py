@@ -1,4 +1,4 @@
-"""README.md and docs/ are true: what they show runs, and links, files, settings, tables and the map name what there is."""
+"""README.md and docs/ are true: what they show runs, and links, files, tables and the map name what there is."""
 
 import os
 import re
@@ -21,6 +21,9 @@ README, DOCS = ROOT / "README.md", ROOT / "docs"
 PACKAGE = ROOT / "muown_train"
 TOP_LEVEL = ("muown_train", "scripts", "slurm", "configs", "tests", "docs", "examples")
 MAP = re.search(r"```text\n(muown_train/ .*?)```", (DOCS / "architecture.md").read_text(), re.DOTALL)[1]
+every_file = pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.stem
+)
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 WRAPPERS = {
     "muown-train": 'exec {python} -P -c "from muown_train.cli.main import run; run()" "$@"',
@@ -152,7 +155,7 @@ def run_bash(block: Block, text: str, output: str = "") -> None:
 # links, files and names
 
 
-@every_page
+@every_file
 def test_its_links_and_anchors_exist(page):
     text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -173,7 +176,7 @@ def test_an_anchor_is_the_same_on_the_site(page):
     assert slugs == [make_slug(heading) for heading in headings] and len(set(slugs)) == len(slugs)
 
 
-@every_page
+@every_file
 def test_every_file_it_names_is_there(page):
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
     for name in re.findall(r"(?<![\w./])\w+/[\w/]*\w\.(?:py|sbatch|yaml|sh|md)\b", page.read_text()):
@@ -184,7 +187,7 @@ def test_every_file_it_names_is_there(page):
             assert (PACKAGE / name).exists(), name
 
 
-@every_page
+@every_file
 def test_every_command_it_gives_exists(page):
     words = re.findall(r"(?:muown-train|-m muown_train) ([a-z_]\w*)(?![\w.=])", page.read_text())
     assert set(words) <= set(COMMANDS)

@@ -1,12 +1,12 @@
 """The fenced blocks of README.md and docs/, and what comments before a block say about testing it.
 
-    <!-- test: skip because REASON -->       the commands cannot run on a CPU in seconds
-    <!-- test: slow because REASON -->       Python that only the slow test runs
-    <!-- test: first COMMAND -->             makes what the block takes as given; run in bash before it
-    <!-- test: `A` as `B`; `C` as `D` -->    what is run has B in place of A, such as a smaller budget
-    <!-- test: file PATH -->                 the block is the content of a file that later blocks use
-    <!-- test: quotes PATH -->               every line of the block is a line of that file of the repository
-    <!-- test: prints exactly -->            what the command prints is the same on every machine
+<!-- test: skip because REASON -->       the commands cannot run on a CPU in seconds
+<!-- test: slow because REASON -->       Python that only the slow test runs
+<!-- test: first COMMAND -->             makes what the block takes as given; run in bash before it
+<!-- test: `A` as `B`; `C` as `D` -->    what is run has B in place of A, such as a smaller budget
+<!-- test: file PATH -->                 the block is the content of a file that later blocks use
+<!-- test: quotes PATH -->               every line of the block is a line of that file of the repository
+<!-- test: prints exactly -->            what the command prints is the same on every machine
 """
 
 import re
