@@ -4,6 +4,7 @@ import argparse
 import itertools
 import re
 import runpy
+import signal
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
@@ -98,7 +99,7 @@ def load_script(path: Path) -> Callable[[], object]:
 
 def parse_only(call: Callable[[], object], argv: list[str]) -> argparse.Namespace:
     """Call what reads `argv`, and return what its parser makes of the words before anything else happens."""
-    made = argparse.Namespace()
+    made, handler = argparse.Namespace(), signal.getsignal(signal.SIGINT)
 
     def stop(*_: object, **__: object) -> None:
         raise Parsed
@@ -110,8 +111,11 @@ def parse_only(call: Callable[[], object], argv: list[str]) -> argparse.Namespac
         patch.setattr("muown_train.data.shards.dataset.check_shards", stop)
         patch.setattr("muown_train.data.sources.train_tokenizer", stop)
         patch.setattr(sys, "argv", argv)
-        with pytest.raises(Parsed):
-            call()
+        try:
+            with pytest.raises(Parsed):
+                call()
+        finally:
+            signal.signal(signal.SIGINT, handler)  # commands set their own
     return made
 
 
