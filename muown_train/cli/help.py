@@ -68,7 +68,7 @@ def _yield_lines(configs: Path) -> Iterator[str]:
     yield "\nExamples:"
     for words, meaning in EXAMPLES:
         yield f"  {words:<52} {meaning}"
-    yield "\nAll settings with their values: --cfg job; what they mean: README.md, and the comments in the files in"
+    yield "\nSettings with their values: --cfg job; what they mean: docs/settings.md, and the comments in the files in"
     yield f"{configs}. Other flags: --version, --hydra-help."
 
 

@@ -27,9 +27,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from muown_train.cli.errors import FAILED, CommandFailed, exit_with, report_errors
+from muown_train.cli.errors import CommandFailed, report_errors
 from muown_train.cli.messages import explain_error
-from muown_train.cli.process import check_ranks, is_output_closed
+from muown_train.cli.process import FAILED, check_ranks, exit_with, is_output_closed
 from muown_train.config.compose import CONFIG_DIR, check_config, load_config
 from muown_train.config.overrides import expand_grid, find_varying_words, parse_overrides
 from muown_train.config.run_name import locate_run_folder

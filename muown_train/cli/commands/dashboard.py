@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from muown_train.cli.errors import FAILED, CommandParser, exit_with
+from muown_train.cli.errors import CommandParser
+from muown_train.cli.process import FAILED, exit_with
 from muown_train.runtime.redaction import redact
 
 OPTIMIZER = "run.optimizer"  # key in the configuration of a run at W&B, as WandbSink writes it

@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muown_train.cli.errors import INTERRUPTED, CommandParser, exit_with, report_errors
+from muown_train.cli.errors import CommandParser, report_errors
+from muown_train.cli.process import INTERRUPTED, exit_with
 from muown_train.config.checks import check_int
 from muown_train.config.compose import load_config
 from muown_train.config.overrides import split_settings

@@ -10,7 +10,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from muown_train.cli.errors import INTERRUPTED, CommandParser, exit_with, report_errors
+from muown_train.cli.errors import CommandParser, report_errors
+from muown_train.cli.process import INTERRUPTED, exit_with
 from muown_train.runtime.formatting import escape_controls
 
 
