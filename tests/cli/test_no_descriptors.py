@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from muown_train.cli.errors import FAILED, WRONG, exit_with, report_errors
+from muown_train.cli.errors import report_errors
+from muown_train.cli.process import FAILED, WRONG, exit_with
 from muown_train.runs.status import read_status
 from muown_train.training.trainer import Trainer
 from tests.helpers.runs import built, slow_but, trained
