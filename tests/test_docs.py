@@ -228,8 +228,8 @@ def test_every_command_is_in_the_readme():
 
 
 def test_the_page_of_settings_is_that_of_the_configuration_files():
-    script = runpy.run_path(str(ROOT / "scripts" / "write_settings_page.py"))
-    assert script["PAGE"].read_text() == script["format_page"](), "run python scripts/write_settings_page.py"
+    script = runpy.run_path(str(ROOT / "docs" / "write_settings.py"))
+    assert script["PAGE"].read_text() == script["format_page"](), "run python docs/write_settings.py"
 
 
 def test_the_gpu_hours_of_experiments_are_those_of_their_files():

@@ -1,6 +1,6 @@
 """Write docs/settings.md: every setting with its default and its meaning, as the files of configs/ give them.
 
-    python scripts/write_settings_page.py
+    python docs/write_settings.py
 
 The first comment of a file says what an option is, and the comment on a line, or on the lines before it, what a setting
 means. tests/test_docs.py compares the page with what this makes.
@@ -14,10 +14,10 @@ from pathlib import Path
 from muown_train.cli.help import list_option_sentences
 from muown_train.config.compose import CONFIG_DIR, GROUPS
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
+PAGE = Path(__file__).with_name("settings.md")
 HEAD = """# All settings
 
-This page is made of the files in `configs/` by `scripts/write_settings_page.py`. [Configuration](configuration.md)
+This page is made of the files in `configs/` by `docs/write_settings.py`. [Configuration](configuration.md)
 explains how settings are given and what the most used ones do. `muown-train --cfg job` prints the settings of a command
 with their values. `${…}` is the value of another setting.
 """
