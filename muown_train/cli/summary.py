@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from muown_train.data.text.tokenizer import begin_document
 from muown_train.experiments.report.curves import plot_losses
 from muown_train.models.generate import generate
 from muown_train.runs.checkpoint_reader import print_warning
@@ -46,7 +47,7 @@ def generate_sample(run: Run) -> str:
     Where no rank holds all weights this is a collective call; its passes depend on none of the tokens that are drawn.
     """
     trainer, tokenizer = run.trainer, run.data.tokenizer
-    prompt = [tokenizer.end_of_text]
+    prompt = begin_document(tokenizer)
     run.model.eval()
     # a compiled block would be compiled again for its cache
     with trainer.autocast(), torch.compiler.set_stance("force_eager"):

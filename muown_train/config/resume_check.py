@@ -10,7 +10,7 @@ from muown_train.config.renamed_names import update_stored_config
 from muown_train.runtime.redaction import redact_tree
 
 # entries of a run's data metadata that tell its data from others
-DATA_IDENTITY = ("content", "tokenizer_hash", "end_of_text", "special_tokens", "revision", "held_out_content")
+DATA_IDENTITY = ("content", "tokenizer_hash", "end_of_text", "special_tokens", "bos", "revision", "held_out_content")
 # dotted keys of the configuration that must stay as they were
 _FIXED = (
     *("model", "data", "seq_len", "batch_tokens", "seed", "init_from", "checkpoint"),

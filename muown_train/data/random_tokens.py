@@ -45,8 +45,10 @@ class NumberTokenizer:
         return set()
 
 
-def random_tokens(*, run: RunInfo) -> TrainingData:
+def random_tokens(bos: bool = False, *, run: RunInfo) -> TrainingData:
     """Return ids that are uniform in the model's vocabulary: nothing can be learnt, the loss stays at ln(vocab_size).
+
+    `bos`, which experiments set for every kind of data, changes nothing: random ids are no documents.
 
     Raises:
         ValueError: valid_tokens is below 1.

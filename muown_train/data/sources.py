@@ -83,9 +83,13 @@ def build_data(settings: Mapping[str, Any], run: RunInfo, trust: Sequence[str] =
     return data
 
 
-def stdlib(*, run: RunInfo) -> TrainingData:
-    """Return the source text of Python's own standard library: a real corpus on every machine, without a network."""
-    recipe = BpeRecipe()  # always the same, so that results on these data compare
+def stdlib(bos: bool = False, *, run: RunInfo) -> TrainingData:
+    """Return the source text of Python's own standard library: a real corpus on every machine, without a network.
+
+    Args:
+        bos: see HubTokenizer.
+    """
+    recipe = BpeRecipe(bos=bos)  # always the same, so that results on these data compare
     check_vocabulary(recipe.name, recipe.size, run.vocab_size)
     root = Path(sysconfig.get_path("stdlib"))
     paths = _find_library_files(root)
@@ -97,7 +101,7 @@ def stdlib(*, run: RunInfo) -> TrainingData:
             text = path.read_bytes().decode("utf-8", errors="replace")
             yield text, is_held_out(path.relative_to(root).as_posix().encode())
 
-    folder = run.cache / f"stdlib-{fingerprint(FORMAT, fingerprint_files(paths))}"
+    folder = run.cache / f"stdlib-{fingerprint(FORMAT, fingerprint_files(paths), *list_cached_options(recipe))}"
     corpus = tokenize_corpus(folder, documents, recipe, run.progress)
     return _make_training_data(corpus, "stdlib", run)
 
@@ -109,6 +113,7 @@ def files(
     text: str = "text",
     end_of_text: str | None = None,
     special_tokens: bool = False,
+    bos: bool = False,
     on_bad_file: str = "error",
     *,
     run: RunInfo,
@@ -119,19 +124,17 @@ def files(
     model has is trained on the rest.
 
     Args:
-        end_of_text, special_tokens: see HubTokenizer.
+        end_of_text, special_tokens, bos: see HubTokenizer.
         on_bad_file: "error", or "skip" for the data as if files that cannot be read did not exist.
 
     Raises:
         ValueError: a key, glob, file or line is at fault; the message names it, or all files that are.
     """
-    encoder = choose_tokenizer(tokenizer, end_of_text, special_tokens, run.vocab_size)
+    encoder = choose_tokenizer(tokenizer, end_of_text, special_tokens, run.vocab_size, bos)
     train_paths, valid_paths, skipped = _list_files(train, valid, text, on_bad_file, run.cache, run.progress)
     tokenized_by = encoder.name if isinstance(encoder, BpeRecipe) else encoder.fingerprint
-    options = [encoder.options] if encoder.options else []  # a cache of earlier versions knows of none
-    key = fingerprint(
-        FORMAT, tokenized_by, text, fingerprint_files(train_paths), fingerprint_files(valid_paths), *options
-    )
+    of_files = fingerprint_files(train_paths), fingerprint_files(valid_paths)
+    key = fingerprint(FORMAT, tokenized_by, text, *of_files, *list_cached_options(encoder))
     documents = _split_documents(train_paths, valid_paths, text)
     corpus = tokenize_corpus(run.cache / f"files-{key}", documents, encoder, run.progress)
     data = _make_training_data(corpus, "files", run)
@@ -146,10 +149,13 @@ def train_tokenizer(
     text: str = "text",
     end_of_text: str | None = None,
     special_tokens: bool = False,
+    bos: bool = False,
     on_bad_file: str = "error",
     progress: Callable[[str], None] = print_line,
 ) -> bytes:
     """Return the tokenizer.json that `files` with these arguments trains for a model of `size` entries.
+
+    `bos` changes nothing in it.
 
     Raises:
         ValueError: see `files`.
@@ -182,7 +188,7 @@ def _list_files(
 
 
 def choose_tokenizer(
-    tokenizer: str | None, end_of_text: str | None, special_tokens: bool, vocab_size: int
+    tokenizer: str | None, end_of_text: str | None, special_tokens: bool, vocab_size: int, bos: bool = False
 ) -> HubTokenizer | BpeRecipe:
     """Return the tokenizer of a name, or without one a recipe for one of as many entries as the model has.
 
@@ -190,14 +196,19 @@ def choose_tokenizer(
         ValueError: there is no such tokenizer, or it does not fit the model.
     """
     if tokenizer:
-        encoder = load_tokenizer(str(tokenizer), end_of_text, special_tokens)
+        encoder = load_tokenizer(str(tokenizer), end_of_text, special_tokens, bos)
         check_vocabulary(encoder.name, encoder.size, vocab_size)
         return encoder
     if not isinstance(end_of_text, str | None):
         raise ValueError(f"data.end_of_text={end_of_text} must be the text of a token")
-    recipe = BpeRecipe(min(vocab_size, MOST), end_of_text or None, special_tokens)
+    recipe = BpeRecipe(min(vocab_size, MOST), end_of_text or None, special_tokens, bos)
     check_vocabulary(recipe.name, LEAST, vocab_size)
     return recipe
+
+
+def list_cached_options(encoder: Tokenizer | BpeRecipe) -> list[dict[str, Any]]:
+    """Return the options by which cached tokens differ: [] without any, since older caches know of none."""
+    return [encoder.options] if encoder.options else []
 
 
 def skip_files(paths: list[Path], faults: Mapping[Path, str]) -> list[Path]:

@@ -1,7 +1,8 @@
 """An experiment of the paper as a grid of runs, read from the node `experiment` of a file in configs/experiment/.
 
-The rest of the file is a preset that all runs share: `muown-train experiment=NAME` trains with it. The node says which
-runs there are and what the paper reports about them:
+The rest of the file is a preset that all runs share: `muown-train experiment=NAME` trains with it. Where it has
+`paper_exact: true` the runs are those of the paper, and series with `paper_exact=false` are a fair setting beside them.
+The node says which runs there are and what the paper reports about them:
 
     seeds       the seeds of every setting
     lr          the values of optim.lr; a series may have its own
@@ -31,6 +32,7 @@ from muown_train.config.compose import CONFIG_DIR, compose_config, read_first_se
 from muown_train.config.overrides import parse_overrides
 from muown_train.config.run_name import list_naming_overrides, make_folder_name
 from muown_train.experiments.scale import SCALES, scale_down
+from muown_train.runtime.formatting import format_lr
 from muown_train.runtime.suggest import suggest_nearest
 
 REPORTS = ("rates", "curves", "spectral", "effective_rank", "gradient_noise", "step_time")
@@ -86,6 +88,7 @@ class Grid:
     gpu_hours: float | None
     paper: Mapping[str, Mapping[float, PaperValue]]  # keys are series and lr
     scale: str | None = None
+    paper_exact: bool = False  # whether its preset asks for the paper's treatment of fused matrices
 
     @property
     def folder(self) -> str:
@@ -119,6 +122,18 @@ class Grid:
         if points is not None:
             curves = tuple(replace(curve, lr=pick_evenly(curve.lr, points)) for curve in curves)
         return replace(self, curves=curves, seeds=self.seeds[:seeds])
+
+    def describe_settings(self, points: Iterable["GridPoint"]) -> list[str]:
+        """Return lines that say which curves have the paper's setting and which take q, k and v apart.
+
+        There are none where the experiment does not ask for `paper_exact`.
+        """
+        exact = {point.curve.key: bool(point.config["paper_exact"]) for point in points if self.paper_exact}
+        kinds = {
+            "the paper's setting (paper_exact=true)": [key for key, is_exact in exact.items() if is_exact],
+            "the fair setting, q, k and v apart (paper_exact=false)": [key for key in exact if not exact[key]],
+        }
+        return [f"Series with {kind}: {', '.join(keys)}" for kind, keys in kinds.items() if keys]
 
     def expand(self, overrides: Sequence[str] = ()) -> list["GridPoint"]:
         """Return every run of the grid; seeds change fastest, then learning rates.
@@ -169,6 +184,12 @@ class GridPoint:
     config: Mapping[str, Any]  # resolved
 
     @property
+    def title(self) -> str:
+        """The name for a list, with the learning rate as a power of two where it is one."""
+        rate = format_lr(self.lr)
+        return f"{self.name} ({rate})" if "^" in rate else self.name
+
+    @property
     def setting(self) -> tuple[str, Any, float]:
         """The key that is equal for points that differ in the seed alone."""
         return self.curve.key, self.value, self.lr
@@ -210,14 +231,16 @@ def load_grid(name: str, scale: str | None = None) -> Grid:
         known = list_grids()
         raise ValueError(f"there is no experiment={name}{suggest_nearest(name, known)}; there are {', '.join(known)}")
     text = path.read_text()
-    node = OmegaConf.to_container(OmegaConf.create(text)).get("experiment")  # type: ignore[union-attr]
+    preset: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(text))  # type: ignore[assignment]
+    node = preset.get("experiment")
     if not isinstance(node, dict):
         raise ValueError(f"experiment={name} is a single run, not a grid: muown-train experiment={name}")
     try:
-        grid = replace(_parse_grid(name, read_first_sentence(text).rstrip("."), node), scale=scale)
+        grid = _parse_grid(name, read_first_sentence(text).rstrip("."), node)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         sentence = f"{error} is missing" if isinstance(error, KeyError) else error
         raise ValueError(f"{path}: experiment: {sentence}") from error
+    grid = replace(grid, scale=scale, paper_exact=bool(preset.get("paper_exact")))
     if scale is None:
         return grid
     return replace(grid, measure=tuple(re.sub(r"--steps \S+", "--all", words) for words in grid.measure))

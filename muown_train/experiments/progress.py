@@ -37,7 +37,7 @@ class GridPointStatus:
         return self.state not in ("done", "diverged", "running", "queued", "damaged")
 
     def format_line(self, width: int) -> str:
-        """Return a line of a list, in which the name fills `width` columns."""
+        """Return a line of a list, in which the point's title fills `width` columns."""
         run = self.run
         steps = "" if run is None or not run.steps else f"{run.step:,}/{run.steps:,}"
         last = run.last("valid/loss") if run else None
@@ -45,7 +45,7 @@ class GridPointStatus:
         reason = self.damage or (str(run.status.get("reason") or "") if run else "")
         elsewhere = "" if run is None or run.name == self.point.name else f"{self.folder}"
         notes = "  ".join(part for part in (reason, elsewhere) if part)
-        return f"{self.point.name:<{width}}  {self.state:<8}  {steps:>15}  {loss:<11}  {notes}".rstrip()
+        return f"{self.point.title:<{width}}  {self.state:<8}  {steps:>15}  {loss:<11}  {notes}".rstrip()
 
 
 def read_progress(

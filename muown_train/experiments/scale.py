@@ -40,7 +40,9 @@ SCALES = {
 
 
 def scale_down(scale: Scale, overrides: Sequence[str], later: Sequence[str] = ()) -> list[str]:
-    """Return the overrides of the small version of a run; it has `data=stdlib` unless `later` sets something of data.
+    """Return the overrides of the small version of a run.
+
+    It has `data=stdlib` unless `later` sets something of data that stdlib does not have, which is all but `data.bos`.
 
     Args:
         overrides: the overrides of the full run, each key once.
@@ -50,7 +52,8 @@ def scale_down(scale: Scale, overrides: Sequence[str], later: Sequence[str] = ()
         ValueError: a model of this kind cannot be shrunk.
     """
     words = [word for word in overrides if word.partition("=")[0] != "data"]
-    if not any(override.key_or_group.partition(".")[0] == "data" for override in parse_overrides(later)):
+    given = {override.key_or_group for override in parse_overrides(later)} - {"data.bos"}
+    if not any(key.partition(".")[0] == "data" for key in given):
         words.append("data=stdlib")
     config: dict[str, Any] = OmegaConf.to_container(compose_config(words), resolve=True)  # type: ignore[assignment]
     model = _shrink_model(config["model"], scale)

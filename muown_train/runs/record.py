@@ -32,8 +32,12 @@ _ADDED_LATER: dict[str, tuple[str | tuple[str, ...], Any]] = {
     "optim.magnitude_lr_scale": ("Muown", 1.0),
     "data.end_of_text": (("files", "hub_stream", "shards"), None),
     "data.special_tokens": (("files", "hub_stream", "shards"), False),
+    "data.bos": (("files", "hub_stream", "shards", "stdlib", "random_tokens"), False),
     "data.on_bad_file": ("files", "error"),
 }
+# The seed tells runs of one setting apart. `paper_exact` acts through `optim.row_blocks` alone, which is compared: for
+# an optimizer that always takes blocks apart, such as Muown, it changes nothing.
+_DEFINES_NO_SETTING = ("seed", "paper_exact")
 _MAX_CONFIG = 1 << 20  # bytes of config.yaml, which takes a microsecond a byte to read
 _TAIL_BYTES = 10_000  # bytes at the end of metrics.jsonl that usually hold the last value of every key
 _YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf's own takes a tenth of a second for a file
@@ -292,11 +296,13 @@ def list_settings(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def get_defining_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a resolved configuration that tell its run from others, except the seed.
+    """Return the settings of a resolved configuration that tell its run from others, except _DEFINES_NO_SETTING.
 
     Settings that did not exist when the configuration was written have the values that the run used.
     """
-    settings = {key: value for key, value in list_settings(config) if key != "seed" and defines_run(key)}
+    settings = {
+        key: value for key, value in list_settings(config) if key not in _DEFINES_NO_SETTING and defines_run(key)
+    }
     for key, (target, default) in _ADDED_LATER.items():
         if str(settings.get(f"{key.partition('.')[0]}._target_")).endswith(target):
             settings.setdefault(key, default)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import Any
 
 # control characters except tab and newline, and halves of surrogate pairs, which no terminal can show
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -46,6 +47,13 @@ def format_count(value: float) -> str:
 def format_gib(size: float) -> str:
     """Return a number of bytes in GiB, without the unit: 2**30 as "1.00"."""
     return f"{size / 2**30:.2f}"
+
+
+def format_setting(value: Any) -> str:
+    """Return the value of a setting as the command line takes it: true, false, null, or its text."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def format_lr(lr: float) -> str:

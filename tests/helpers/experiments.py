@@ -28,14 +28,14 @@ def fill(out: Path, points: Sequence[GridPoint], perplexity: Callable[[GridPoint
 def match_paper(numbers, seeds: Sequence[int]) -> Callable[[GridPoint], float | str | None]:
     """Return a function that gives each run a perplexity such that means and deviations are the paper's.
 
-    Three seeds have m - s, m and m + s.
+    A run of a series without numbers does not exist. Three seeds have m - s, m and m + s.
 
     Args:
         numbers: by series and lr: null, diverged, a mean, or [mean, deviation].
     """
 
     def end(point: GridPoint) -> float | str | None:
-        stated = numbers[point.curve.key][point.lr]
+        stated = numbers.get(point.curve.key, {}).get(point.lr)
         if isinstance(stated, list | tuple):
             mean, deviation = stated
             return mean + (seeds.index(point.seed) - 1) * deviation

@@ -11,7 +11,7 @@
     device, mfu  of a plan: a GPU, such as H100-80GB; a known MFU in place of the estimate
     network      of a plan: GB/s of a GPU's way to other nodes
     page         of a report: a page that shows it, such as docs/results.md, to be brought up to date
-    KEY=VALUE    anything else is a setting for every run, such as data.path=DIR, paper_exact=true or device=cpu
+    KEY=VALUE    anything else is a setting for every run, such as data.path=DIR, grad_clip=null or device=cpu
 
 run     trains the missing runs here, goes on with those that were cut off, and measures checkpoints where the
         experiment asks for it; Ctrl-C stops all of them, saved
@@ -193,12 +193,18 @@ def _mark_queued(statuses: list[GridPointStatus], request: Request) -> list[Grid
 def list_runs(grid: Grid, statuses: list[GridPointStatus], request: Request) -> int:
     """Print a line for each run."""
     print(f"{grid.name}: {grid.sentence}")
-    width = max(len(status.point.name) for status in statuses)
+    _print_settings(grid, statuses)
+    width = max(len(status.point.title) for status in statuses)
     print("\n".join(status.format_line(width) for status in statuses))
     if archived := sum(status.run is not None and status.folder.is_relative_to(ARCHIVE) for status in statuses):
         print(f"{archived} of them are kept in {ARCHIVE}")
     print(summarize(statuses))
     return 0
+
+
+def _print_settings(grid: Grid, statuses: list[GridPointStatus]) -> None:
+    for line in grid.describe_settings(status.point for status in statuses):
+        print(line)
 
 
 def plan_runs(grid: Grid, statuses: list[GridPointStatus], request: Request) -> int:
@@ -209,6 +215,7 @@ def plan_runs(grid: Grid, statuses: list[GridPointStatus], request: Request) -> 
     if device is None:
         raise ValueError(f"experiment={grid.name} is for a CPU: a plan needs device=, such as device=H100-80GB")
     ranks = request.ranks or (1 if grid.scale or not grid.gpus else grid.gpus.ranks)
+    _print_settings(grid, statuses)
     for line in describe_costs(grid, statuses, device, ranks, request.mfu, request.network):
         print(line, flush=True)
     return 0

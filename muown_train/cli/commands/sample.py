@@ -55,6 +55,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
 
 def write_samples(arguments: argparse.Namespace) -> None:
     """Draw the samples and write them to standard output piece by piece."""
+    from muown_train.data.text.tokenizer import begin_document
     from muown_train.models.generate import Sampling, stream_text, stream_tokens
     from muown_train.runs.saved_run import open_run
     from muown_train.runtime import hardware
@@ -68,7 +69,7 @@ def write_samples(arguments: argparse.Namespace) -> None:
     tokenizer = saved.load_tokenizer()
     end = tokenizer.end_of_text
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    ids = tokenizer.encode_batch([prompt])[0].tolist() if prompt else [end]  # end-of-text begins a document
+    ids = tokenizer.encode_batch([prompt])[0].tolist() if prompt else begin_document(tokenizer)
     model = saved.load_model(device)
     for seed in range(arguments.seed, arguments.seed + arguments.count):
         if arguments.count > 1:

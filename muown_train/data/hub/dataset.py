@@ -16,7 +16,14 @@ from muown_train.data.hub.files import MINIMUM, HubFiles, Unit, open_hub
 from muown_train.data.hub.retry import LIMIT, Retry
 from muown_train.data.hub.streaming import StreamRows
 from muown_train.data.rows import permute
-from muown_train.data.sources import FORMAT, RunInfo, TrainingData, describe_tokenizer, take_held_out_ids
+from muown_train.data.sources import (
+    FORMAT,
+    RunInfo,
+    TrainingData,
+    describe_tokenizer,
+    list_cached_options,
+    take_held_out_ids,
+)
 from muown_train.data.text.holdout import PARTS
 from muown_train.data.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from muown_train.data.token_file import read_tokens
@@ -37,6 +44,7 @@ def hub_stream(
     retries: int = LIMIT,
     end_of_text: str | None = None,
     special_tokens: bool = False,
+    bos: bool = False,
     *,
     run: RunInfo,
 ) -> TrainingData:
@@ -49,20 +57,20 @@ def hub_stream(
 
     `run.valid_tokens` says how many of the held-out tokens are used and changes no row of training, with one
     exception: if there is a single file that cannot be split, training skips its first documents, as many as are used.
-    For `end_of_text` and `special_tokens` see HubTokenizer.
+    For `end_of_text`, `special_tokens` and `bos` see HubTokenizer.
     """
     given = {"streams": streams, "shuffle": shuffle, "retries": retries}
     streams, shuffle, retries = (check_int(f"data.{key}", value, MINIMUM[key]) for key, value in given.items())
-    encoder = load_tokenizer(str(tokenizer), end_of_text, special_tokens)
+    encoder = load_tokenizer(str(tokenizer), end_of_text, special_tokens, bos)
     check_vocabulary(encoder.name, encoder.size, run.vocab_size)
     hub = open_hub(path, name, split, text, revision, Retry(retries), run.progress)
     groups = _list_row_groups(hub, run.cache, streams, run.progress)
     *files, last = (Unit(file) for file in range(len(hub.names)))
     stretches, held = _split_row_groups(groups, streams) if groups else ([[file] for file in files], [last])
 
-    options = [encoder.options] if encoder.options else []
     key = fingerprint(
-        *(FORMAT, encoder.fingerprint, path, name, split, text, hub.revision, run.valid_tokens, repr(held), *options)
+        *(FORMAT, encoder.fingerprint, path, name, split, text, hub.revision, run.valid_tokens, repr(held)),
+        *list_cached_options(encoder),
     )
     folder = run.cache / f"hub-{key}"
     index = build_once(

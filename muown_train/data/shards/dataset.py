@@ -28,6 +28,7 @@ from muown_train.data.text.tokenizer import (
 )
 from muown_train.data.token_file import HEADER_BYTES, read_tokens
 from muown_train.runtime.atomic_files import open_regular, parse_json, read_regular
+from muown_train.runtime.formatting import format_setting
 from muown_train.runtime.progress import Progress, StatusLine
 
 FORMAT = 1  # version of index.json
@@ -45,6 +46,7 @@ def shards(
     tokenizer: str | None = None,
     end_of_text: str | None = None,
     special_tokens: bool = False,
+    bos: bool = False,
     *,
     run: RunInfo,
 ) -> TrainingData:
@@ -55,6 +57,7 @@ def shards(
 
     Args:
         end_of_text, special_tokens: see HubTokenizer; prepare.py keeps them in the index.
+        bos: whether the documents in the shards begin with end-of-text; this must be what the index says.
 
     Raises:
         ValueError: a shard is missing, truncated, of another version or dtype, not in the index or beyond the
@@ -72,7 +75,7 @@ def shards(
         raise ValueError(f"data.path={path} is {problem}: give the folder that `muown-train prepare` wrote to")
     index = _read_index(folder)
     names = _list_shards(folder, index)
-    options = select_options({"end_of_text": end_of_text, "special_tokens": special_tokens})
+    options = {"bos": bos} | select_options({"end_of_text": end_of_text, "special_tokens": special_tokens})
     encoder = _load_tokenizer(folder, index, tokenizer, options)
     check_vocabulary(encoder.name, encoder.size, run.vocab_size)
     train = _open_shards(folder, names["train"], index, encoder, random_access=True)
@@ -192,12 +195,20 @@ def _load_tokenizer(
             raise ValueError(f"{folder / INDEX} is missing, which is written together with {TOKENIZER}: {REMEDY}")
         if not given:
             raise ValueError(f"{folder} does not say which tokenizer made it: give data.tokenizer, such as gpt2")
+        if options.get("bos"):
+            raise ValueError(
+                f"{folder} has no {INDEX}, which says whether documents begin with end-of-text as data.bos=true asks: "
+                "give data.bos=false to take the shards as they are, or shards that `muown-train prepare` wrote"
+            )
         return load_tokenizer(str(given), **options)
     recorded = index["tokenizer"]
-    made_with = recorded.get("options", {})
+    made_with = {"special_tokens": False, "bos": False} | recorded.get("options", {})
     for key, value in options.items():
         if value != made_with.get(key):
-            raise ValueError(f"the shards in {folder} were made with data.{key}={made_with.get(key)}, not {value}")
+            raise ValueError(
+                f"the shards in {folder} were made with data.{key}={format_setting(made_with.get(key))}, "
+                f"not {format_setting(value)}: give the setting that they were made with, or other shards"
+            )
     if given:
         encoder = load_tokenizer(str(given), **made_with)
     else:

@@ -33,10 +33,11 @@ from muown_train.data.sources import ON_BAD_FILE
 from muown_train.data.text.tokenizer import TOKENIZER, HubTokenizer, choose_dtype, load_tokenizer, select_options
 from muown_train.data.token_file import read_tokens
 from muown_train.runtime.atomic_files import PARTIAL, parse_json, read_regular, sync_to_disk, write_atomic
+from muown_train.runtime.formatting import format_setting
 from muown_train.runtime.progress import Progress, StatusLine
 
 # settings that earlier versions did not have, with their defaults, which a folder's arguments do not mention
-LATER_SETTINGS = {"end_of_text": None, "special_tokens": False, "on_bad_file": "error"}
+LATER_SETTINGS = {"end_of_text": None, "special_tokens": False, "bos": False, "on_bad_file": "error"}
 
 
 def prepare_shards(
@@ -248,11 +249,12 @@ class _Shard:
 
 
 def _refuse_other_arguments(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    defaults = {f"data.{key}": value for key, value in LATER_SETTINGS.items()}
     for key in before | now:
-        old, new = before.get(key), now.get(key)
+        old, new = (arguments.get(key, defaults.get(key)) for arguments in (before, now))
         if old != new:
             raise ValueError(
-                f"{folder} was begun with {key}={_show(old)}, not with {key}={_show(new)}: "
+                f"{folder} was begun with {key}={format_setting(old)}, not with {key}={format_setting(new)}: "
                 "give the same arguments or another out="
             )
 
@@ -269,10 +271,6 @@ def _refuse_changed_data(folder: Path, state: dict[str, Any], tokenizer: HubToke
                 f"the data are not what they were when {folder} was begun ({key} was {old}, is "
                 f"{source.metadata.get(key)}): give another out="
             )
-
-
-def _show(value: Any) -> str:
-    return "null" if value is None else str(value)
 
 
 def _sum_up(shards: list[dict[str, Any]]) -> dict[str, Any]:

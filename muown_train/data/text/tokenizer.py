@@ -21,6 +21,7 @@ from muown_train.data.text.growth import MOST, find_growing_part
 from muown_train.runtime.suggest import suggest_nearest
 
 TOKENIZER = "tokenizer.json"  # the name of the file in prepared data and in a run's folder
+OPTIONS = ("end_of_text", "special_tokens", "bos")  # arguments of HubTokenizer that decide the ids of documents
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 PIECE = 2_000_000  # characters of a text encoded together
 CHARACTER_BYTES = 100  # memory that the `tokenizers` library takes for each character that it encodes together
@@ -37,7 +38,7 @@ class Tokenizer(Protocol):
     size: int  # one more than the largest id
     end_of_text: int
     fingerprint: str  # a hash of its tokenizer.json
-    options: dict[str, Any]  # what else decides the ids: arguments of HubTokenizer that are not its defaults
+    options: dict[str, Any]  # those of OPTIONS that are not HubTokenizer's defaults
 
     @property
     def raw(self) -> bytes | None: ...  # the content of its tokenizer.json, if it has one
@@ -63,12 +64,20 @@ class HubTokenizer:
         raw: the content of a tokenizer.json.
         end_of_text: the token that ends each document; by default the first of END_OF_TEXT that the tokenizer has.
         special_tokens: whether a special token that a text spells is encoded as the token.
+        bos: whether `encode_documents` begins each document with the end-of-text token too.
 
     Raises:
         ValueError: `raw` is no tokenizer, lets text grow without bound, or has no such end-of-text token.
     """
 
-    def __init__(self, name: str, raw: bytes, end_of_text: str | None = None, special_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        raw: bytes,
+        end_of_text: str | None = None,
+        special_tokens: bool = False,
+        bos: bool = False,
+    ) -> None:
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Backend
 
@@ -86,7 +95,7 @@ class HubTokenizer:
         backend.no_padding()
         found = next((token for token in END_OF_TEXT if backend.token_to_id(token) is not None), None)
         other_end = None if end_of_text == found else end_of_text
-        self.options = select_options({"end_of_text": other_end, "special_tokens": special_tokens})
+        self.options = select_options({"end_of_text": other_end, "special_tokens": special_tokens, "bos": bos})
         end_of_text = _check_end_of_text(name, end_of_text or found, backend)
         self.end_of_text = int(backend.token_to_id(end_of_text) or 0)
         added = backend.get_added_tokens_decoder().get(self.end_of_text)
@@ -203,7 +212,7 @@ def _is_panic(error: BaseException) -> bool:
 
 def select_options(source: Mapping[str, Any]) -> dict[str, Any]:
     """Return those entries of a mapping, such as the metadata of data, that are options of a tokenizer."""
-    return {key: source[key] for key in ("end_of_text", "special_tokens") if source.get(key)}
+    return {key: source[key] for key in OPTIONS if source.get(key)}
 
 
 def fingerprint_tokenizer(raw: bytes) -> str:
@@ -233,9 +242,11 @@ def _get_pool(size: int, process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(size, thread_name_prefix="encode")
 
 
-def load_tokenizer(name: str, end_of_text: str | None = None, special_tokens: bool = False) -> HubTokenizer:
+def load_tokenizer(
+    name: str, end_of_text: str | None = None, special_tokens: bool = False, bos: bool = False
+) -> HubTokenizer:
     """Return the tokenizer of a name; see `read_tokenizer` for the names and the errors."""
-    return HubTokenizer(name, read_tokenizer(name), end_of_text, special_tokens)
+    return HubTokenizer(name, read_tokenizer(name), end_of_text, special_tokens, bos)
 
 
 def read_tokenizer(name: str) -> bytes:
@@ -307,14 +318,21 @@ def encode_documents(
 ) -> Iterator[np.ndarray]:
     """Yield the ids of each document with end-of-text at its end, 1-D uint16 or uint32, in order.
 
-    About `at_once` characters are encoded together, on all cores if the tokenizer can.
+    With the tokenizer's option `bos` end-of-text is at its beginning too. About `at_once` characters are encoded
+    together, on all cores if the tokenizer can.
     """
     dtype = choose_dtype(tokenizer.size)
+    before = 1 if tokenizer.options.get("bos") else 0
     for batch in group_documents(texts, BATCH_DOCUMENTS, at_once, len):
         for ids in tokenizer.encode_batch(batch):
-            ended = np.empty(len(ids) + 1, dtype)
-            ended[:-1], ended[-1] = ids, tokenizer.end_of_text
-            yield ended
+            document = np.full(before + len(ids) + 1, tokenizer.end_of_text, dtype)
+            document[before:-1] = ids
+            yield document
+
+
+def begin_document(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids that lie before the text of a document in the middle of training data."""
+    return [tokenizer.end_of_text] * (2 if tokenizer.options.get("bos") else 1)
 
 
 def _join(parts: list[np.ndarray]) -> np.ndarray:

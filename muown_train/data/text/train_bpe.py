@@ -21,6 +21,7 @@ class BpeRecipe:
     size: int = SIZE
     end_of_text: str | None = None  # by default <|endoftext|>
     special_tokens: bool = False  # see HubTokenizer
+    bos: bool = False  # see HubTokenizer
 
     @property
     def name(self) -> str:
@@ -36,7 +37,7 @@ class BpeRecipe:
 
     def load(self, raw: bytes) -> HubTokenizer:
         """Return the tokenizer whose tokenizer.json `train` has returned."""
-        return HubTokenizer(self.name, raw, self.end_of_text, self.special_tokens)
+        return HubTokenizer(self.name, raw, self.end_of_text, self.special_tokens, self.bos)
 
 
 def train_bpe(documents: Callable[[], Iterator[str]], size: int = SIZE, end_of_text: str = END_OF_TEXT[0]) -> bytes:

@@ -56,7 +56,11 @@ def make_rank_tables(report: Report) -> list[Table]:
 
 
 def make_noise_tables(report: Report) -> list[Table]:
-    """Return the noise terms and their ratio at each checkpoint, over matrices."""
+    """Return the noise terms and their ratios at each checkpoint, over matrices.
+
+    The last columns are the paper's ratio: the median of Muon's term along a run of Muon, which has no other term, over
+    that of Muown's term along a run of Muown.
+    """
     names = {"muon": "Muon's term", "muown": "Muown's term", "muon/muown": "Muon's / Muown's"}
     columns = {
         f"{names[key]} along {stats.label}": spread
@@ -66,7 +70,16 @@ def make_noise_tables(report: Report) -> list[Table]:
     }
     steps = sorted({step for spread in columns.values() for step in spread.steps.tolist()})
     rows = [[f"{step:,.0f}", *(_format_quartiles(spread, step) for spread in columns.values())] for step in steps]
-    return [Table("Gradient noise: median over matrices [quartiles]", ["step", *columns], rows)]
+    ratios = {
+        f"median along {muon.label} / median along {muown.label}": (muon.compute_spread("muon"), own)
+        for muown in report.stats
+        if len((own := muown.compute_spread("muown")).steps)
+        for muon in report.stats
+        if "muown" not in muon.by_quantity
+    }
+    tables = [Table("Gradient noise: median over matrices [quartiles]", ["step", *columns], rows)]
+    rows = [[f"{step:,.0f}", *(_format_ratio(*spreads, step) for spreads in ratios.values())] for step in steps]
+    return [*tables, Table("Gradient noise as the paper compares it: each along its own run", ["step", *ratios], rows)]
 
 
 def _make_kind_table(title: str, stats: Sequence[MatrixStats], format_cell: Callable[[MatrixStats, str], str]) -> Table:
@@ -81,6 +94,11 @@ def _format_quartiles(spread: Spread, step: float) -> str:
         return ABSENT
     low, median, high = spread.quantiles[1:4, index[0]]
     return f"{_format_number(median)} [{_format_number(low)}, {_format_number(high)}]"
+
+
+def _format_ratio(above: Spread, below: Spread, step: float) -> str:
+    medians = [spread.median[spread.steps == step] for spread in (above, below)]
+    return _format_number((medians[0] / medians[1]).item()) if all(map(len, medians)) else ABSENT
 
 
 def _format_number(value: float) -> str:

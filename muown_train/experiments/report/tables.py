@@ -25,6 +25,11 @@ class Table:
     rows: Sequence[Sequence[str]]
     spare: Sequence[str] = ()  # columns that a narrow terminal does without, the first of them first
 
+    @property
+    def is_empty(self) -> bool:
+        """True if no cell besides those of the first column shows anything."""
+        return all(cell in ("", ABSENT) for row in self.rows for cell in row[1:])
+
     def format_markdown(self, level: int = 2) -> str:
         """Return a heading of that level and the table."""
         lines = [self.head, ["---"] + ["---:"] * (len(self.head) - 1), *self.rows]

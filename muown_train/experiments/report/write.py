@@ -32,15 +32,16 @@ class ReportWriter:
 
     @cached_property
     def tables(self) -> list[Table]:
-        """The tables: losses, beside the paper's where they can be compared, and what else was measured."""
+        """The tables that show something: losses, beside the paper's where they compare, and what else was measured."""
         report = self.report
         tables = [make_result_table(report)]
         if report.is_comparable:
             tables.append(make_paper_table(report))
         if report.grid.report in TABLES:
             tables += TABLES[report.grid.report](report)
-        last = [make_best_table(report)] if report.grid.report == "rates" else []
-        return tables + [table for table in (*last, make_difference_table(report)) if table.rows]
+        if report.grid.report == "rates":
+            tables.append(make_best_table(report))
+        return [table for table in (*tables, make_difference_table(report)) if not table.is_empty]
 
     def list_notes(self) -> Iterator[str]:
         """Yield sentences that a reader of the numbers must know."""
@@ -49,6 +50,7 @@ class ReportWriter:
         runs = [status.run for status in statuses if status.run]
         yield f"{summarize(statuses)}."
         yield "Means over seeds of runs that are done, with the sample's standard deviation (n - 1)."
+        yield from (f"{line}." for line in grid.describe_settings(status.point for status in statuses))
         devices = sorted({run.device for run in runs if run.device})
         if devices:
             yield f"Trained on {', '.join(devices)}."

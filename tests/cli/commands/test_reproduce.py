@@ -49,23 +49,23 @@ def states(said: str) -> dict[str, str]:
 def test_a_list_of_nothing_and_of_a_half(reproduce, tmp_path):
     status, said = reproduce("experiment=500m_multiseed", f"out={tmp_path}")
     assert status == 0 and said.startswith("500m_multiseed: Table 500M-multiseed")
-    assert set(states(said).values()) == {"missing"} and len(states(said)) == 36
-    assert said.endswith("36 runs: 36 missing\n") and not list(tmp_path.iterdir())
+    assert set(states(said).values()) == {"missing"} and len(states(said)) == 54
+    assert said.endswith("54 runs: 54 missing\n") and not list(tmp_path.iterdir())
     grid = load_grid("2_7b")
     points = grid.expand()
     fill(tmp_path / "2_7b", points[:6], match_paper(grid.paper, grid.seeds))
     _, said = reproduce("experiment=2_7b", f"out={tmp_path}")
     assert re.search(r"^muown_wd0-lr=0.002-seed=0 +done +2/2  loss 2.2586$", said, re.M)
     assert re.search(r"^muon_wd0.1-lr=0.002-seed=0 +diverged", said, re.M)
-    assert said.endswith("9 runs: 5 done, 1 diverged, 3 missing\n")
+    assert said.endswith("15 runs: 5 done, 1 diverged, 9 missing\n")
 
 
 def test_a_part_of_an_experiment(reproduce, tmp_path):
     _, said = reproduce("experiment=500m_multiseed", "points=2", "seeds=1", "series=soap_wd1e-4,muown_wd0")
     names = [f"{series}-lr={lr}-seed=0" for series in ("soap_wd1e-4", "muown_wd0") for lr in ("0.004", "0.001")]
     assert list(states(said)) == names
-    _, said = reproduce("experiment=500m_multiseed", "points=1", "seeds=1", "series=muon_wd0", "paper_exact=true")
-    assert list(states(said)) == ["muon_wd0-paper_exact=True-lr=0.002-seed=0"]
+    _, said = reproduce("experiment=500m_multiseed", "points=1", "seeds=1", "series=muon_wd0", "paper_exact=false")
+    assert list(states(said)) == ["muon_wd0-paper_exact=False-lr=0.002-seed=0"]
 
 
 @pytest.mark.parametrize(("scale", "series"), [(None, None), ("tiny", ["muon"])])
@@ -85,7 +85,11 @@ def test_a_report(reproduce, tmp_path):
     grid = load_grid("2_7b")
     fill(tmp_path / "2_7b", grid.expand(), match_paper(grid.paper, grid.seeds))
     status, said = reproduce("experiment=2_7b", "action=report", f"out={tmp_path}")
-    assert status == 0 and "| 2e-3 | 9.57 | diverged | diverged |" in said and "9 runs: 7 done, 2 diverged." in said
+    assert (
+        status == 0
+        and "| 2e-3 | 9.57 | diverged | diverged |" in said
+        and "15 runs: 7 done, 2 diverged, 6 missing." in said
+    )
     written = sorted(path.name for path in (tmp_path / "2_7b" / "report").iterdir())
     assert written == ["figure.pdf", "figure.png", "table.csv", "table.md", "table.tex"]
 
@@ -209,7 +213,7 @@ def test_an_installed_package_says_what_needs_a_clone(reproduce, capsys, tmp_pat
     monkeypatch.setattr(command, "ROOT", tmp_path)
     monkeypatch.setattr(command, "ARCHIVE", tmp_path / "docs" / "results" / "runs")
     words = ("experiment=2_7b", "points=1", "seeds=1", f"out={tmp_path}/runs")
-    assert reproduce(*words)[1].endswith("3 runs: 3 missing\n")
+    assert reproduce(*words)[1].endswith("5 runs: 5 missing\n")
     with pytest.raises(SystemExit) as stopped:
         reproduce(*words, f"action={action}")
     assert stopped.value.code == 2
@@ -320,7 +324,7 @@ def test_an_experiment_whole(corpus, tmp_path):
     done = subprocess.run([*words, "action=run", "jobs=2"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     listed = subprocess.run(words, capture_output=True, text=True).stdout
-    assert set(states(listed).values()) == {"done"} and len(states(listed)) == 2
+    assert set(states(listed).values()) == {"done"} and len(states(listed)) == 3
     folders = list((tmp_path / "gradient_noise_124m-tiny").glob("*-seed=0*"))
     for folder in folders:
         assert [line["step"] for line in metrics(folder)] == list(range(31))

@@ -103,9 +103,9 @@ def test_shards_keep_how_they_were_made(chats, capsys):
     assert data.tokenizer.end_of_text == 258 and (data.valid == 257).any()
     assert options.items() <= data.metadata.items()
     shards(str(chats / "special"), str(chats / "chat.json"), **options, run=run)
-    with pytest.raises(ValueError, match=r"were made with data.special_tokens=None, not True"):
+    with pytest.raises(ValueError, match=r"were made with data.special_tokens=false, not true"):
         shards(str(chats / "plain"), special_tokens=True, run=run)
-    with pytest.raises(ValueError, match=r"begun with data.special_tokens=null, not with data.special_tokens=True"):
+    with pytest.raises(ValueError, match=r"begun with data.special_tokens=false, not with data.special_tokens=true"):
         prepare_shards(chats / "plain", "files", settings | {"special_tokens": True}, None, 200, 1000)
 
 

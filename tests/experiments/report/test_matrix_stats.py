@@ -139,7 +139,9 @@ def test_spectra(tmp_path):
     growth = {"muon_wd0": 4.0, "muown_wd0": 2.0, "muown_fixed": 1.0}
 
     def numbers(key, step):
-        norm = growth.get(key, 0) ** (step - 1)
+        if key not in growth:
+            return {}
+        norm = growth[key] ** (step - 1)
         quantiles = {f"{name}/singular_value/{q:g}": q * norm for name in NAMES for q in (0, 0.5, 1)}
         factors = {"spectral_norm": norm, "max_row_norm": norm / 2, "coherence": 4.0}
         turned = {f"{NAMES[1]}/negative": 0.25, f"{NAMES[2]}/negative": 0.5} if key == "muown_wd0" else {}
@@ -164,7 +166,10 @@ def test_spectra(tmp_path):
 def test_what_is_drawn(tmp_path, monkeypatch):
     """The lines of a panel are medians over layers, shaded from the least to the largest."""
     numbers = dict(zip(NAMES[1:], (0.2, 0.6), strict=True))
-    made = filled("effective_rank_124m", tmp_path, lambda key, step: {name: v * step for name, v in numbers.items()})
+    numbers = {"muown_wd0": numbers}
+    made = filled(
+        "effective_rank_124m", tmp_path, lambda key, step: {n: v * step for n, v in numbers.get(key, {}).items()}
+    )
     figures = []
     monkeypatch.setattr(style, "save_figure", lambda figure, paths: figures.append(figure))
     assert plot_effective_rank(made, [])
@@ -183,7 +188,7 @@ def test_histograms_have_the_quantiles_area(tmp_path, monkeypatch):
     """Of singular values that lie pick_evenly between 0 and 2 every bin is as high: 1/2."""
     quantiles = {f"{NAMES[1]}/singular_value/{q:g}": 2 * q for q in (0, 0.25, 0.5, 0.75, 1)}
     norms = {f"{NAMES[1]}/{key}": 2.0 for key in ("spectral_norm", "max_row_norm", "coherence")}
-    made = filled("spectral_500m", tmp_path, lambda key, step: quantiles | norms)
+    made = filled("spectral_500m", tmp_path, lambda key, step: {} if "split" in key else quantiles | norms)
     figures = []
     monkeypatch.setattr(style, "save_figure", lambda figure, paths: figures.append(figure))
     assert plot_singular_values(made, [])
@@ -197,18 +202,25 @@ def test_histograms_have_the_quantiles_area(tmp_path, monkeypatch):
 
 def test_effective_ranks(tmp_path):
     made = filled("effective_rank_124m", tmp_path, lambda key, step: {NAMES[1]: 0.2 * step, NAMES[2]: 0.1})
-    assert ReportWriter(made).tables[1].rows == [["MLP out", f"{np.mean([0.15, 0.25, 0.35]):.3f}"]]
+    assert ReportWriter(made).tables[1].rows == [["MLP out", *[f"{np.mean([0.15, 0.25, 0.35]):.3f}"] * 2]]
     assert drawn(made, tmp_path / "report") == ["figure", "losses"]
 
 
 @pytest.mark.slow
 def test_gradient_noise(tmp_path):
+    """The paper's ratio is that of each optimizer's own term along its own run, and not at the same weights."""
+
     def numbers(key, step):
-        terms = {"muon": 2.0 * step, "muown": 1.0, "muon/muown": 2.0 * step}
+        terms = {"muon": 2.0 * step, "muown": 0.5, "muon/muown": 4.0 * step} if key == "muown_wd0" else {"muon": 3.0}
         return {f"{name}/{key}": value for name in NAMES for key, value in terms.items()} | {"median/muon": 5.0}
 
     made = filled("gradient_noise_124m", tmp_path, numbers)
-    assert ReportWriter(made).tables[1].rows[1] == ["2", "4.00 [4.00, 4.00]", "1.00 [1.00, 1.00]", "4.00 [4.00, 4.00]"]
+    _, terms, ratio = ReportWriter(made).tables
+    values = ("3.00", "4.00", "0.500", "8.00")
+    assert terms.rows[1] == ["2", *(f"{value} [{value}, {value}]" for value in values)]
+    muon, muown = "Muon, q, k, v apart, weight decay 0.1", "Muown"
+    assert list(ratio.head) == ["step", f"median along {muon} / median along {muown}"]
+    assert ratio.rows == [["1", "6.00"], ["2", "6.00"], ["3", "6.00"]]
     assert drawn(made, tmp_path / "report") == ["figure", "losses"]
 
 

@@ -19,7 +19,7 @@ from muown_train.experiments.report.result_tables import (
     make_result_table,
 )
 from muown_train.experiments.report.results import build_report
-from muown_train.experiments.report.tables import escape_latex
+from muown_train.experiments.report.tables import Table, escape_latex
 from muown_train.experiments.report.write import ReportWriter
 from tests.helpers.experiments import fill, match_paper, targets
 from tests.helpers.runs import slow_but
@@ -40,7 +40,7 @@ def test_the_papers_own_numbers_make_the_papers_tables(name, tmp_path):
     assert all(path.stat().st_size > 100 for path in paths)
 
     markdown = make_result_table(made)
-    columns = {series.key: i for i, series in enumerate(grid.curves, 1)}
+    columns = {series.key: i for i, series in enumerate(grid.curves, 1) if series.key in stated}
     for row in markdown.rows:
         lr = float(row[0])
         for key, column in columns.items():
@@ -53,6 +53,9 @@ def test_the_papers_own_numbers_make_the_papers_tables(name, tmp_path):
     for row in make_paper_table(made).rows:
         assert row[3] == row[4] and row[5] in ("+0.00", "—")
     for line in csv.DictReader(paths[1].open()):
+        if line["series"] not in stated:
+            assert "_split" in line["series"] and line["done"] == "0" and line["paper"] == ""
+            continue
         value = stated[line["series"]][float(line["lr"])]
         if isinstance(value, list):
             assert [float(line["valid_perplexity"]), float(line["deviation"])] == pytest.approx(value)
@@ -101,11 +104,22 @@ def test_a_report_without_runs(multiseed, tmp_path):
     grid, points = multiseed
     made = build_report(grid, read_progress(grid, points, str(tmp_path)))
     assert {point for row in make_result_table(made).rows for point in row[1:]} == {"—"}
+    assert [table.title for table in ReportWriter(made).tables] == ["Beside the paper"]
     assert len(ReportWriter(made).write(tmp_path / "with")) == 5  # the paper's numbers alone
     small = load_grid("500m_multiseed", "tiny").select(points=1, seeds=1, series=["muown_wd0"])
     made = build_report(small, read_progress(small, small.expand(), str(tmp_path)))
     assert len(ReportWriter(made).write(tmp_path / "without")) == 3 and not made.is_comparable
-    assert "figure" not in (tmp_path / "without" / "table.md").read_text()
+    text = (tmp_path / "without" / "table.md").read_text()
+    assert "figure" not in text and "|" not in text and "- 1 run: 1 missing." in text
+    assert (tmp_path / "without" / "table.tex").read_text() == ""
+    noise = load_grid("gradient_noise_124m")
+    made = build_report(noise, read_progress(noise, noise.expand(), str(tmp_path)))
+    assert ReportWriter(made).tables == []
+
+
+def test_empty_tables():
+    assert Table("t", ["a", "b"], []).is_empty and Table("t", ["a", "b"], [["x", "—"], ["y", ""]]).is_empty
+    assert not Table("t", ["a", "b"], [["x", "—"], ["y", "1"]]).is_empty
 
 
 def best_of(ends, folder):
