@@ -35,7 +35,7 @@ from muown_train.models.language_model import LanguageModel
 from muown_train.models.loss import CHUNK_LOGITS
 from muown_train.optim import SOAP, Combined, Lion
 from muown_train.optim.core.base import BaseOptimizer, Group
-from muown_train.optim.core.blocks import MAX_BATCH_ELEMENTS, MAX_JOINED_ELEMENTS, MAX_PART_ELEMENTS
+from muown_train.optim.core.blocks import get_limits
 from muown_train.optim.core.matrix import MatrixOptimizer
 from muown_train.optim.core.skip_step import split_into_chunks
 from muown_train.optim.sharding import assign_owners
@@ -273,6 +273,7 @@ def _count_refinement(p: Tensor, group: Group) -> int:
 
 def _count_batches(parameters: list[tuple[Tensor, Group]], device: str, ns_bytes: int) -> Iterator[int]:
     """Yield the bytes of preparing, orthogonalising and applying each batch of equal matrices (`optim.core.matrix`)."""
+    limits = get_limits(device)
     counts: defaultdict[tuple[int, int], int] = defaultdict(int)
     copies, may_skip = 0, device != "cpu"  # copies of the rows that move together, while O is applied to them
     for p, group in parameters:
@@ -281,9 +282,9 @@ def _count_batches(parameters: list[tuple[Tensor, Group]], device: str, ns_bytes
         for rows in group["blocks"] or (p.shape[0],):
             counts[rows, p.shape[1]] += 1
     for (m, n), count in counts.items():
-        joined = min(count, MAX_JOINED_ELEMENTS.get(device, 2**24) // (m * n)) * m * n
-        k = min(count, max(1, MAX_BATCH_ELEMENTS.get(device, 2**26) // (m * n)))
-        rows_together = FLOAT * (joined or min(m * n, MAX_PART_ELEMENTS.get(device, 2**24)))
+        joined = min(count, limits.joined // (m * n)) * m * n
+        k = min(count, max(1, limits.batch // (m * n)))
+        rows_together = FLOAT * (joined or min(m * n, limits.part))
         stack, is_joined, is_narrow = ns_bytes * k * m * n, joined > m * n, ns_bytes != FLOAT
         grams = (4 if max(m, n) >= 2 * min(m, n) else 2) * min(m, n) ** 2
         yield max(

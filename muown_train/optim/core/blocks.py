@@ -17,14 +17,29 @@ from .base import Group, State, get_local_gradient
 from .layouts import get_local_options, split_matrices
 from .orthogonalize import count_flops
 
-# The most elements that are orthogonalised together; it bounds the extra memory of a step (4 bytes an element for a
-# copy in float32). A CPU is slower on more than its caches hold; many small matrices keep a GPU busy.
-MAX_BATCH_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
-# The most elements of matrices whose rows are joined: a kernel's work then outweighs its start, and copying them costs
-# less than further kernels would.
-MAX_JOINED_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
-# The most elements of a part of a matrix: what one kernel writes is then still in a CPU's cache when the next reads it.
-MAX_PART_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
+
+class Limits(NamedTuple):
+    """The most elements of matrices that a step handles at once.
+
+    Attributes:
+        batch: that are orthogonalised together. This bounds the extra memory of a step (4 bytes an element for a copy
+            in float32). A CPU is slower on more than its caches hold; many small matrices keep a GPU busy.
+        joined: whose rows are joined. The work of a kernel then outweighs its start, and copying them costs less than
+            further kernels would.
+        part: of a part of a matrix. What one kernel writes is then still in a CPU's cache when the next one reads it.
+    """
+
+    batch: int
+    joined: int
+    part: int
+
+
+LIMITS = {"cpu": Limits(2**21, 2**16, 2**18), "cuda": Limits(2**26, 2**24, 2**24)}
+
+
+def get_limits(device: str) -> Limits:
+    """Return the limits of a type of device; one that is not known has those of a GPU."""
+    return LIMITS.get(device, LIMITS["cuda"])
 
 
 class Block(NamedTuple):
@@ -74,7 +89,7 @@ def _take_rows(s: Tensor, start: int, m: int) -> Tensor:
 def batch_blocks(blocks: Iterable[Block]) -> Iterator[tuple[list[Block], list[int] | None]]:
     """Yield the blocks in lists to orthogonalise as one stack, and the rank that does so for each if they are sharded.
 
-    A rank stacks at most about MAX_BATCH_ELEMENTS, or a single block.
+    A rank stacks at most about `Limits.batch` elements, or a single block.
     """
     alike: dict[Any, list[Block]] = {}
     sharded: dict[Any, list[Block]] = {}
@@ -94,7 +109,7 @@ def batch_blocks(blocks: Iterable[Block]) -> Iterator[tuple[list[Block], list[in
         owners |= {id(block): rank for block, rank in zip(members, ranks, strict=True)}
     for batch in alike.values():
         W, matrix = batch[0].W, batch[0].matrix
-        most = MAX_BATCH_ELEMENTS.get(W.device.type, 2**26) // math.prod(matrix.shape)
+        most = get_limits(W.device.type).batch // math.prod(matrix.shape)
         size = max(1, most) * max(1, len(matrix.counts))
         for start in range(0, len(batch), size):
             part = batch[start : start + size]
@@ -107,8 +122,7 @@ def chunk_rows(batch: list[Block], may_cut: bool) -> Iterator[list[Block]]:
     Args:
         may_cut: whether rows of one matrix may come in several parts.
     """
-    device = batch[0].W.device.type
-    most_joined, most = MAX_JOINED_ELEMENTS.get(device, 2**24), MAX_PART_ELEMENTS.get(device, 2**24)
+    _, most_joined, most = get_limits(batch[0].W.device.type)
     for _, members in groupby(batch, key=lambda block: id(block.group)):
         blocks = list(members)
         largest = max(block.W.numel() for block in blocks)

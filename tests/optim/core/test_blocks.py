@@ -40,8 +40,7 @@ def make(case, late, may_skip):
 
 
 def set_limits(patch, elements):
-    for name in ("MAX_JOINED_ELEMENTS", "MAX_PART_ELEMENTS"):
-        patch.setattr(blocks, name, {"cpu": elements})
+    patch.setitem(blocks.LIMITS, "cpu", blocks.LIMITS["cpu"]._replace(joined=elements, part=elements))
 
 
 def run(optimizer, params, skipped):

@@ -65,7 +65,7 @@ def test_the_bound_on_batches_does_not_change_results(kind, monkeypatch):
     shapes = [(4, 6), (6, 4), (4, 6), (4, 6), (4, 6)]
     results = []
     for bound in (2**21, 2 * 24, 1):
-        monkeypatch.setitem(blocks.MAX_BATCH_ELEMENTS, "cpu", bound)
+        monkeypatch.setitem(blocks.LIMITS, "cpu", blocks.LIMITS["cpu"]._replace(batch=bound))
         parameters = [parameter(*shape, seed=i) for i, shape in enumerate(shapes)]
         steps(kind(parameters, lr=0.1, **exact(kind)), range(3))
         results.append([p.detach() for p in parameters])
@@ -75,7 +75,7 @@ def test_the_bound_on_batches_does_not_change_results(kind, monkeypatch):
 
 
 def test_a_batch_is_bounded(monkeypatch):
-    monkeypatch.setitem(blocks.MAX_BATCH_ELEMENTS, "cpu", 2 * 24)
+    monkeypatch.setitem(blocks.LIMITS, "cpu", blocks.LIMITS["cpu"]._replace(batch=2 * 24))
     seen = []
 
     def identity(X):
@@ -220,7 +220,7 @@ def test_choices_are_listed():
 @BOTH
 @pytest.mark.slow
 def test_the_extra_memory_of_a_step_does_not_grow_with_the_number_of_matrices(kind, monkeypatch):
-    monkeypatch.setitem(blocks.MAX_BATCH_ELEMENTS, "cpu", 4 * 64 * 64)
+    monkeypatch.setitem(blocks.LIMITS, "cpu", blocks.LIMITS["cpu"]._replace(batch=4 * 64 * 64))
     few, many = (kind([parameter(64, 64, dtype=torch.float32) for _ in range(k)], ns_dtype="float32") for k in (4, 32))
     batch = 4 * 64 * 64 * 4  # bytes
     assert extra_memory(few) < 6 * batch
