@@ -27,20 +27,22 @@ def token_rows(first=0, count=300):
     return TokenRows(np.arange(first, first + count, dtype=np.uint16), 8, seed=5)
 
 
+@settings(deadline=None)  # another process may have the core
 @given(WEIGHTS, st.integers(0, 2**40))
 def test_every_prefix_has_its_shares(weights, seed):
-    mixture, total = Mixture(weights, seed), sum(Fraction(str(weight)) for weight in weights.values())
-    counts = dict.fromkeys(weights, 0)
+    mixture = Mixture(weights, seed)
+    parts = {name: int(1000 * Fraction(str(weight))) for name, weight in weights.items()}  # thousandths are whole
+    counts, total = dict.fromkeys(weights, 0), sum(parts.values())
     bound = 1 if len(weights) == 2 else 4
     for row in range(300):
         name, number = mixture.locate(row)
         assert number == counts[name]  # the rows of a source come in their order, none twice and none left out
         counts[name] += 1
-        for other, weight in weights.items():
-            assert abs(counts[other] - (row + 1) * Fraction(str(weight)) / total) < bound
+        assert all(abs(counts[each] * total - (row + 1) * part) < bound * total for each, part in parts.items())
     assert mixture.count(300) == counts
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=7), st.integers(0, 9), st.integers(0, 10**9))
 def test_whole_periods_have_the_exact_shares(weights, seed, periods):
     named = {f"source{k}": weight for k, weight in enumerate(weights)}
@@ -48,6 +50,7 @@ def test_whole_periods_have_the_exact_shares(weights, seed, periods):
     assert counts == {name: periods * weight for name, weight in named.items()}
 
 
+@settings(deadline=None)
 @given(WEIGHTS, st.integers(0, 9), st.integers(0, 10**15))
 def test_a_row_far_on_is_found_at_once(weights, seed, row):
     mixture = Mixture(weights, seed)
@@ -75,6 +78,7 @@ def test_a_seed_gives_the_same_order_for_ever():
 ORDER = "abaabacaababaabacaababaabacaab"
 
 
+@settings(deadline=None)
 @given(st.integers(0, 9), st.lists(st.integers(0, 400), min_size=1, max_size=30))
 def test_rows_are_those_that_each_source_has_by_itself(seed, indices):
     mixture = Mixture({"small": 3, "large": 7}, seed)
