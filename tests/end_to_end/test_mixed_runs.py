@@ -97,5 +97,5 @@ def test_other_weights_are_refused_in_a_sentence(corpus, words, tmp_path, monkey
         "give it another name, or the data as they were\n"
     )
     more = [*given, "+data@data.sources.prose=files", f"data.sources.prose.train={corpus}/100.txt"]
-    status, said = call(monkeypatch, *more, "data.weights={web: 0.7, code: 0.3, prose: 1}")
+    status, said = call(monkeypatch, *more, "+data.weights.prose=1")
     assert status == 2 and "mixture was 0.3 code + 0.7 web, is 0.3 code + 1 prose + 0.7 web)" in said
