@@ -1,14 +1,14 @@
 """Rows of several sources as those of one run: which source a row is of, and which of the source's rows it is.
 
-Both are a function of the number of the row, the weights and the seed, so each source has a place of its own in its
-rows, which the number of rows that the run has consumed tells, whatever ranks and batches it was consumed by.
+Both are a function of the number of the row, the weights and the seed. The number of rows that the run has consumed
+therefore tells how far each source has been read, whatever the number of ranks and the size of batches were.
 
 A binary tree splits the rows: of the first n that come to a node, its left branch gets floor((n a + phase) / b), where
-a / b is the share of the branch in the weight of the node, and the seed chooses the phase. This is less than one row
-from n a / b after every row, and equal to it in the long run, since all numbers are integers. A branch splits what it
-gets in the same way, and an error becomes smaller by the share of each branch that it is passed to. The tree is that of
-Huffman, in which no branch of a branch is heavier than the other branch, so the errors of all depths are together less
-than four rows for any number of sources, and less than one for two.
+a / b is the share of the branch in the weight of the node, and the seed chooses the phase. This differs from
+n a / b by less than one row after every row, and by nothing after every b rows, since all numbers are integers. A
+branch splits what it gets in the same way, and its share scales down the error that it is given. In Huffman's tree no
+branch of a branch is heavier than the other branch, so two splits in a row at least halve an error, and all errors
+together are less than four rows for any number of sources (1 + 1 + 1/2 + 1/2 + …), and less than one for two.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Mixture:
 class MixedRows(RowSource):
     """Rows that are drawn from several sources, each whole from one of them.
 
-    The state is {"sources": {name: state of the source}} of the sources that have a state. Each rank reads those
-    streams of a source that its rows are of, which over time are all of them; the rows of other ranks are skipped.
+    The state is {"sources": {name: state of the source}} of the sources that have a state. A rank reads each stream
+    that it has rows of, which over time are all of them, and skips the rows of other ranks.
 
     Args:
         sources: rows of one length by name; each is read in the order that it has by itself.
@@ -104,9 +104,8 @@ class MixedRows(RowSource):
         self._sources = dict(sources)
         self._mixture = mixture
         self._loaded: dict[str, Any] = {}  # states of the sources as they were loaded
-        self._begin = self._end = (
-            0  # the first row of the run after that state, and one more than the largest one taken
-        )
+        self._begin = 0  # the first row of the run after that state
+        self._end = 0  # one more than the largest row taken
 
     def take(self, indices: Sequence[int]) -> np.ndarray:
         result = np.empty((len(indices), self.seq_len + 1), dtype=np.int32)
@@ -158,16 +157,17 @@ class MixedRows(RowSource):
         return other
 
     def _drop_passed(self, cursors: dict[str, Any], name: str, passed: StreamsVisited) -> dict[str, Any]:
-        """Leave out cursors as they were loaded of streams that the run has passed since: another rank has read them.
+        """Leave out the cursors that are still as they were loaded although the run has passed their streams since.
 
-        A rank may never get a row of some stream; without this it would save the cursors that it began with for ever.
+        Another rank has read these streams and has newer cursors. A rank may never get a row of some stream, and would
+        otherwise save the cursor that it began with for ever.
         """
         loaded = self._loaded.get(name, {}).get("streams", {})
         return {key: own for key, own in cursors.items() if int(key) not in passed or own != loaded.get(key)}
 
 
 def describe_draws(rows: RowSource, count: int) -> dict[str, Any]:
-    """Return what a run of `count` rows draws of each source of mixed rows, for its manifest; {} of other rows."""
+    """Return how many tokens a run of `count` rows draws from each source, for its manifest; {} if there is no mix."""
     if not isinstance(rows, MixedRows):
         return {}
     return {"drawn_tokens": {name: drawn * rows.seq_len for name, drawn in rows.count_rows(count).items()}}
