@@ -26,6 +26,7 @@ ALLOWED = frozenset(
         *(f"muown_train.optim.{name}" for name in _OURS.split()),
         *(f"torch.optim.{name}" for name in _TORCH.split()),
         "muown_train.data.hub.dataset.hub_stream",
+        "muown_train.data.mix.mix",
         "muown_train.data.random_tokens.random_tokens",
         "muown_train.data.shards.dataset.shards",
         "muown_train.data.sources.files",

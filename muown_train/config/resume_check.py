@@ -1,7 +1,8 @@
 """Check that a configuration may continue the run that a folder already holds."""
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from muown_train.config.renamed_names import update_stored_config
 from muown_train.runtime.redaction import redact_tree
 
 # entries of a run's data metadata that tell its data from others
-DATA_IDENTITY = ("content", "tokenizer_hash", "end_of_text", "special_tokens", "bos", "revision", "held_out_content")
+DATA_IDENTITY = (
+    *("mixture", "content", "tokenizer_hash", "end_of_text", "special_tokens", "bos", "revision", "held_out_content"),
+)
 # dotted keys of the configuration that must stay as they were
 _FIXED = (
     *("model", "data", "seq_len", "batch_tokens", "seed", "init_from", "checkpoint"),
@@ -41,17 +44,11 @@ def check_same_run(folder: Path, metadata: Mapping[str, Any] | None, config: Map
     moved = []
     for key in _FIXED if metadata else ():
         old, new = _get(stored, key), redact_tree(_get(config, key))
-        if isinstance(old, dict) and isinstance(new, dict):
-            # a setting that did not exist yet counts as its default, which is how the run was trained
-            defaults = list_defaults(new, key)
-            old, new = ({**tree, **{k: v for k, v in defaults.items() if k not in tree}} for tree in (old, new))
-            keys = [k for k in {**old, **new} if f"{key}.{k}" not in _MAY_CHANGE]
-            if key == "data" and has_content and old.get("_target_") == new.get("_target_"):
-                moved = [f"data.{k} was {old.get(k)}, is {new.get(k)}" for k in keys if old.get(k) != new.get(k)]
-                continue
-            differing = next((k for k in keys if old.get(k) != new.get(k)), keys[0])
-            key, old, new = f"{key}.{differing}", old.get(differing), new.get(differing)
-        if old != new and not (key in _PATHS and _is_same_path(old, new)):
+        differences = list(_list_differences(key, old, new))
+        if key == "data" and has_content and _get(old, "_target_") == _get(new, "_target_"):
+            moved = [f"{k} was {before}, is {now}" for k, before, now in differences]
+        elif differences:
+            key, old, new = differences[0]
             raise ValueError(
                 f"{folder} holds a run with {key}={old}, this one has {key}={new}: "
                 "give it another name, or the old setting"
@@ -83,6 +80,23 @@ def check_same_data(folder: Path, metadata: Mapping[str, Any] | None, data: Mapp
                 f"{folder} holds a run on other data ({key} was {old}, is {new}): "
                 "give it another name, or the data as they were"
             )
+
+
+def _list_differences(key: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the dotted key and both values of each setting that must stay and differs, at any depth."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        # a setting that did not exist yet counts as its default, which is how the run was trained
+        defaults = list_defaults(new, key)
+        old, new = ({**tree, **{k: v for k, v in defaults.items() if k not in tree}} for tree in (old, new))
+        for k in {**old, **new}:
+            yield from _list_differences(f"{key}.{k}", old.get(k), new.get(k))
+    elif old != new and not (key in _PATHS and _is_same_path(old, new)) and not _may_change(key):
+        yield key, old, new
+
+
+def _may_change(key: str) -> bool:
+    """Return whether a setting may change; one of a source of a mix is as free as it is without the mix."""
+    return re.sub(r"^data\.sources\.[^.]+\.", "data.", key) in _MAY_CHANGE
 
 
 def _is_same_path(old: Any, new: Any) -> bool:

@@ -84,6 +84,8 @@ def list_naming_overrides(overrides: Iterable[str]) -> list[tuple[str, str]]:
     settings = {}
     for override in parse_overrides(overrides):
         key = override.key_or_group
+        if override.package is not None:  # another use of a config group, as +data@data.sources.web=files
+            key = f"{key}@{override.package}"
         if key not in NOT_IN_NAME and re.split("[./]", key)[0] not in NOT_IN_NAME:
             value = override.value()
             settings[key] = f"{value:g}" if isinstance(value, float) else override.get_value_element_as_str()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from muown_train.data.prefetch import Prefetcher, stop_all
-from muown_train.data.rows import RowSource
+from muown_train.data.rows import Closable, RowSource
 
 
 class Batch(NamedTuple):
@@ -19,13 +19,6 @@ class Batch(NamedTuple):
 
     tokens: torch.Tensor  # (B / ranks, T+1) int64
     hash: int  # int64; the sum over ranks modulo 2^64 is the hash of the global batch
-
-
-@runtime_checkable
-class Closable(Protocol):
-    """Rows whose `take` may wait; `close`, from any thread, ends it with an error."""
-
-    def close(self) -> None: ...
 
 
 class Loader:

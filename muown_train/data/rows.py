@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -36,6 +36,24 @@ class RowSource(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after `state`."""
         return
+
+
+@runtime_checkable
+class StreamedRows(RowSource, Protocol):
+    """Rows of streams: row i is of stream i % streams.
+
+    The state is {"streams": {number of a stream: cursor}}. Only the stream knows what its cursor means; a cursor
+    before the rows asked for will do.
+    """
+
+    streams: int
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """Rows whose `take` may wait; `close`, from any thread, ends it with an error."""
+
+    def close(self) -> None: ...
 
 
 class StreamsVisited:

@@ -30,12 +30,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
+from muown_train.data.mixed_rows import MixedRows
 from muown_train.data.prefetch import Prefetcher
-from muown_train.data.rows import RowSource, StreamsVisited
+from muown_train.data.rows import RowSource, StreamedRows, StreamsVisited
 from muown_train.data.text.tokenizer import count_threads
 
 BLOCK = 64  # rows sent together, at most
@@ -49,29 +50,21 @@ NOT_FOR_WORKERS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1,
 Row = tuple[np.ndarray, dict[str, Any]]  # ids (T+1,) and the cursor of their stream after them
 
 
-@runtime_checkable
-class StreamedRows(RowSource, Protocol):
-    """Rows of streams: row i is of stream i % streams.
-
-    The state is {"streams": {number of a stream: cursor}}. Only the stream knows what its cursor means; a cursor
-    before the rows asked for will do.
-    """
-
-    streams: int
-
-
 def clone_rows(rows: RowSource) -> RowSource:
     """Return a copy of rows not yet used, with a state of its own, to read some rows besides those of a run."""
     if isinstance(rows, StreamedRows):
         clone: RowSource = pickle.loads(pickle.dumps(rows))
         return clone
+    if isinstance(rows, MixedRows):
+        return rows.replace_sources(clone_rows)
     return copy.copy(rows)  # prepared tokens stay one memory map
 
 
 def add_workers(rows: RowSource, count: int | None) -> RowSource:
     """Return rows that `count` workers compute; None means one less than this rank's share of the cores, at most 4.
 
-    Prepared tokens are only copied, which needs no workers, so they are returned as they are.
+    Prepared tokens are only copied, which needs no workers, so they are returned as they are. So are mixed rows: the
+    rows of a rank are of any stream of their sources, so no worker could own one.
     """
     if not isinstance(rows, StreamedRows):
         return rows

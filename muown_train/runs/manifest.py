@@ -126,6 +126,10 @@ def show(manifest: Mapping[str, Any], folder: Path) -> None:
     of = manifest["data"].get("tokens")
     if of and tokens >= 1.05 * of:
         print(f"  {tokens / of:.1f} epochs: there are {of:,} tokens to train on, which are passed several times")
+    for name, source in manifest["data"].get("sources", {}).items():
+        drawn, of = manifest["data"]["drawn_tokens"][name], source.get("tokens")
+        epochs = f", {drawn / of:.1f} epochs" if of and drawn >= 1.05 * of else ""
+        print(f"  {name}: {drawn:,} tokens" + (f" of {of:,}" if of else "") + epochs)
     if initial := manifest["init_from"]:
         padded = f", {initial['padded']} rows of the vocabulary added" if initial["padded"] else ""
         print(escape_controls(f"  starts with the weights of {initial['path']} after step {initial['step']}{padded}"))

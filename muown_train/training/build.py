@@ -20,6 +20,7 @@ from muown_train.config.run_name import locate_run_folder
 from muown_train.config.schema import RunConfig, TrainerSettings
 from muown_train.data.cache import locate_cache
 from muown_train.data.loader import Loader
+from muown_train.data.mixed_rows import describe_draws
 from muown_train.data.rows import RowSource
 from muown_train.data.sources import RunInfo, build_data
 from muown_train.data.workers import add_workers, clone_rows
@@ -124,7 +125,8 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
     checkpoint = source.checkpoint if source else None
     run = Run(config, folder, trainer, model, data, checkpoint, metadata={}, sinks=[], lock=None)
     if world.is_main:
-        run.metadata = manifest.describe(model, optimizer, data.metadata, settings, world, parallel, started)
+        described = data.metadata | describe_draws(data.train, steps * batch_rows)
+        run.metadata = manifest.describe(model, optimizer, described, settings, world, parallel, started)
         run.metadata["origin"] = origin
         run.sinks = [sink for sink in (ConsoleSink(lambda: (trainer.step, trainer.activity.name)), tracking) if sink]
         run.lock = lock or lock_folder(folder)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from muown_train.data.hub.streaming import StreamRows
 from muown_train.data.loader import Loader
+from muown_train.data.mixed_rows import MixedRows, Mixture
 from muown_train.data.rows import TokenRows
 from tests.helpers.text_files import ByteTokenizer, union
 
@@ -29,7 +30,12 @@ def stream_rows():
     return StreamRows(documents, [[0, 5], [1], [2, 4], [3], [6]], ByteTokenizer(), 8)
 
 
-SOURCES = pytest.mark.parametrize("source", [token_rows, stream_rows])
+def mixed_rows():
+    sources = {"tokens": token_rows(), "streams": stream_rows(), "rare": stream_rows()}
+    return MixedRows(sources, Mixture({"tokens": 0.5, "streams": 0.37, "rare": 0.13}, seed=5))
+
+
+SOURCES = pytest.mark.parametrize("source", [token_rows, stream_rows, mixed_rows])
 
 
 def run(source, sizes, steps, batch=BATCH, prefetch=0):
@@ -140,6 +146,26 @@ def test_no_rank_keeps_old_cursors_of_streams_that_another_reads():
         state = union(loader.state_dict() for loader in loaders)
         positions = [state["streams"][str(number)]["position"] for number in range(5)]
         assert positions == [state["rows"] // 5] * 5
+
+
+@pytest.mark.parametrize("weights", [{"a": 1, "b": 1}, {"a": 0.7, "b": 0.3}], ids=str)
+def test_no_rank_keeps_old_cursors_of_a_mix(weights):
+    """Also where each of two ranks only ever gets rows of one source."""
+    mixture, state = Mixture(weights, seed=0), None
+    for size, steps in [(1, 3), (2, 40), (2, 40)]:
+        sources = [{name: stream_rows() for name in weights} for _ in range(size)]
+        loaders = [Loader(MixedRows(own, mixture), 10, rank, size, prefetch=0) for rank, own in enumerate(sources)]
+        for loader in loaders:
+            if state:
+                loader.load_state_dict(state)
+            for _ in range(steps):
+                next(loader)
+        state = union(loader.state_dict() for loader in loaders)
+        for name, rows in mixture.count(state["rows"]).items():
+            streams = state["sources"][name]["streams"]
+            for number in range(5):
+                behind = (rows - number + 4) // 5 - streams[str(number)]["position"]
+                assert 0 <= behind <= (0 if size == 1 or weights["a"] == 1 else 4), (name, number, behind)
 
 
 def test_streams_that_no_rank_has_come_by_since_a_resume_keep_their_cursors():

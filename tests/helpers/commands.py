@@ -74,7 +74,7 @@ def check_training(words: Sequence[str]) -> None:
     assert set(flags) <= {"--multirun", "--cfg"}, words
     settings = [word for word in words if word not in (*flags, "job") and not word.startswith("hydra")]
     values = [
-        [f"{word.partition('=')[0]}={value}" for value in re.split(r",(?![^\[]*\])", word.partition("=")[2])]
+        [f"{word.partition('=')[0]}={value}" for value in re.split(r",(?![^\[{]*[\]}])", word.partition("=")[2])]
         for word in settings
     ]
     for i in range(max(map(len, values), default=1)):  # every value once, in as few jobs as do that

@@ -36,13 +36,14 @@ class ByteTokenizer:
 
 
 def union(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the states of all ranks in one, as a checkpoint joins them: the first rank that knows a stream wins."""
+    """Return the states of all ranks in one, as a checkpoint joins them: the first rank that knows a value wins."""
+    from muown_train.runs.state import flatten, unflatten  # imports torch, which workers must not
+
     merged: dict[str, Any] = {}
-    for state in states:
+    for state in map(flatten, states):
         assert merged.get("rows", state["rows"]) == state["rows"]
-        streams = state.get("streams", {}) | merged.get("streams", {})
-        merged = state | {"streams": streams} if "streams" in state else state
-    return merged
+        merged = state | merged
+    return unflatten(merged)
 
 
 def word_tokenizer_json(end_of_text: str = "<|endoftext|>", special: bool = True) -> str:

@@ -19,6 +19,15 @@ def test_passing_the_data_several_times_is_said(tmp_path, capsys, tokens, expect
     assert lines == [] if expected is None else lines[0].startswith(expected)
 
 
+def test_what_is_drawn_from_each_source_of_a_mix_is_said(tmp_path, capsys):
+    settings = {"steps": 40, "batch_tokens": 128, "autocast": False}
+    sources = {"code": {"tokens": 500}, "prose": {"tokens": 10_000}, "web": {}}  # nobody knows the tokens of a stream
+    data = {"sources": sources, "drawn_tokens": {"code": 1536, "prose": 1024, "web": 2560}}
+    manifest.show(HEAD | {"settings": settings, "data": data}, tmp_path)
+    lines = ["  code: 1,536 tokens of 500, 3.1 epochs", "  prose: 1,024 tokens of 10,000", "  web: 2,560 tokens"]
+    assert capsys.readouterr().out.splitlines()[-3:] == lines
+
+
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
