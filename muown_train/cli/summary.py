@@ -6,17 +6,14 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import torch
-
-from muown_train.data.text.tokenizer import begin_document
 from muown_train.experiments.report.curves import plot_losses
-from muown_train.models.generate import generate
 from muown_train.runs.checkpoint_reader import print_warning
 from muown_train.runs.metrics import Line
 from muown_train.runs.status import Outcome
 from muown_train.runtime.formatting import escape_controls, format_duration, format_perplexity
 from muown_train.runtime.stop_signal import StopRequested, raise_on_stop_signals
-from muown_train.training.run import Run
+from muown_train.training.run import Run, generate_sample
+from muown_train.training.tracking.console import format_sample
 
 
 def summarize(lines: Sequence[Line]) -> dict[str, Any]:
@@ -39,20 +36,6 @@ def summarize(lines: Sequence[Line]) -> dict[str, Any]:
         "seconds": last["time"],
         "tokens_per_second": sorted(speeds)[len(speeds) // 2] if speeds else None,
     }
-
-
-def generate_sample(run: Run) -> str:
-    """Return a short text by the trained model, from the beginning of a document.
-
-    Where no rank holds all weights this is a collective call; its passes depend on none of the tokens that are drawn.
-    """
-    trainer, tokenizer = run.trainer, run.data.tokenizer
-    prompt = begin_document(tokenizer)
-    run.model.eval()
-    # a compiled block would be compiled again for its cache
-    with trainer.autocast(), torch.compiler.set_stance("force_eager"):
-        new = generate(run.model, prompt, run.config.sample_tokens, run.config.seq_len)
-    return tokenizer.decode(new)
 
 
 def help_report_end(run: Run, outcome: Outcome) -> None:
@@ -104,7 +87,7 @@ def report_end(run: Run, outcome: Outcome, already: bool) -> None:
     if is_worth_a_sample and run.config.sample_tokens:
         try:
             with nullcontext() if needs_all else raise_on_stop_signals():  # no rank may leave the others alone
-                print(f"\n--- sample ---\n{escape_controls(generate_sample(run))}\n--- end of sample ---\n")
+                print(f"\n{format_sample(generate_sample(run))}\n")
         except StopRequested as stop:
             print(f"no sample: {stop}", file=sys.stderr)
     print(f"{run.folder}: {', '.join(sorted(path.name for path in run.folder.iterdir() if path.name[0] != '.'))}")

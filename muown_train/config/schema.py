@@ -60,6 +60,7 @@ class RunConfig:
     log_every: int
     profile_steps: list[int] | None = None
     sample_tokens: int
+    sample_every: int | None = None
     paper_exact: bool
     trust: list[str]
     model: Section
@@ -74,6 +75,8 @@ class RunConfig:
             setattr(self, key, check(key, getattr(self, key)))
         if self.keep_every and self.keep_every % self.save_every:
             raise ValueError(f"keep_every={self.keep_every} must be a multiple of save_every={self.save_every}")
+        if self.sample_every and not self.sample_tokens:
+            raise ValueError(f"sample_every={self.sample_every} writes samples of sample_tokens=0: give it 1 or more")
 
     def to_dict(self) -> dict[str, Any]:
         """Return all settings as plain data, as a run stores them."""
@@ -118,6 +121,7 @@ class TrainerSettings:
     valid_tokens: int
     check_every: int | None = None  # steps between two comparisons of the weights of all ranks
     probe_every: int | None = None  # steps between two calls of the probe
+    sample_every: int | None = None  # steps between two samples
     stop_if_unsaved: bool = True  # whether a checkpoint that cannot be written ends the run
     grad_clip: float | None = 1.0
     autocast: bool = False  # bfloat16 in the forward pass, float32 weights
@@ -197,6 +201,7 @@ _CHECKS: dict[str, _Check] = {
     "max_bad_updates": _expect_int(1),
     **dict.fromkeys(("seed", "max_rollbacks", "diverged_from"), _expect_int(0)),
     **dict.fromkeys(("keep_every", "give_up_after", "replica_check_every"), _allow_null(_expect_int(1))),
+    "sample_every": _allow_null(_expect_int(1)),
     **dict.fromkeys(("tokens", "tokens_per_parameter", "grad_clip", "diverged_above"), _expect_positive_or_null()),
     "profile_steps": _allow_null(_check_span),
     "time_limit": _expect_positive_or_null(" of minutes"),

@@ -123,6 +123,7 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
         trainer.probe = build_probes(config, probes, trainer, model, probe_rows)
     checkpoint = source.checkpoint if source else None
     run = Run(config, folder, trainer, model, data, checkpoint, metadata={}, sinks=[], lock=None)
+    trainer.sample = run.write_sample if config.sample_every else None
     if world.is_main:
         run.metadata = manifest.describe(model, optimizer, data.metadata, settings, world, parallel, started)
         run.metadata["origin"] = origin
@@ -191,6 +192,7 @@ def build_settings(config: RunConfig, steps: int, model: LanguageModel, device: 
         valid_tokens=config.valid_tokens,
         check_every=config.replica_check_every,
         probe_every=config.probe_every,
+        sample_every=config.sample_every,
         stop_if_unsaved=config.on_save_error == "stop",
         grad_clip=config.grad_clip,
         autocast=hardware.wants_autocast(config.precision, device),

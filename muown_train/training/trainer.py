@@ -67,6 +67,7 @@ class Trainer:
         self.loader, self.valid, self.checkpoints, self.settings = loader, valid, checkpoints, settings
         self.monitor, self.stop, self.metrics = monitor, stop, metrics
         self.probe: Callable[[], Line] | None = None  # measures the weights and changes nothing; every rank calls it
+        self.sample: Callable[[], Line] | None = None  # writes a text by the weights, likewise
         self.random_state, self.activity = RandomState(world), Activity()
         self.sinks: Sequence[Sink] = ()
         self.after_step: list[Callable[[int], None]] = []
@@ -90,8 +91,7 @@ class Trainer:
             self.step_metrics.add(self.train_step())
             for call in self.after_step:
                 call(self.step)
-            reason = self.stop.should_stop()
-            if reason or self.is_boundary():
+            if (reason := self.stop.should_stop()) or self.is_boundary():
                 if outcome := self.handle_boundary(reason):
                     return outcome
                 self.step_metrics.start_clock()
@@ -154,30 +154,30 @@ class Trainer:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.settings.autocast)
 
     def begin(self) -> None:
-        """Evaluate and probe before the first step, and where a stop came before an evaluation that was due."""
-        line, evaluation, probe = self.find_owed()
-        if (evaluation or probe) and (measured := self.measure(evaluation, probe)):
+        """Evaluate and probe before the first step, and do what was due where a stop came before it."""
+        line, owed = self.find_owed()
+        if any(owed) and (measured := self.measure(*owed)):
             line |= measured
             self.world.run_on_main(lambda: self.metrics.amend(line) if self.metrics else None)
             self.show([line])
         self.step_metrics.start_clock()
 
-    def find_owed(self) -> tuple[Line, bool, bool]:
-        """Return the line of this step, and whether it lacks an evaluation or probe that is due; a collective call."""
+    def find_owed(self) -> tuple[Line, tuple[bool, bool, bool]]:
+        """Return the line of this step, and whether it lacks an evaluation, probe or sample; a collective call."""
         written = self.metrics.read()[-1:] if self.metrics else []
         last = written[0] if written and written[0]["step"] == self.step else {}
-        evaluation = self.step == 0 or not written
-        evaluation |= self.is_due(self.settings.eval_every) and "valid/loss" not in last
+        lacks_loss = self.is_due(self.settings.eval_every) and "valid/loss" not in last
         probe = self.is_probe_due() and "probe/seconds" not in last
-        evaluation, probe = self.world.gather((evaluation, probe))[0]
+        sample = self.is_sample_due() and "sample" not in last
+        owed = self.world.gather((self.step == 0 or not written or lacks_loss, probe, sample))[0]
         line = {"step": self.step, "tokens": self.tokens, "time": self.step_metrics.seconds, **last}
-        return line, evaluation, probe
+        return line, owed
 
     def is_boundary(self) -> bool:
-        """Return whether this step is followed by logging, an evaluation, a checkpoint, a check or a probe."""
+        """Return whether this step is followed by logging, a checkpoint, a check or a measurement."""
         settings = self.settings
         intervals = (settings.log_every, settings.eval_every, settings.save_every, settings.check_every)
-        return self.is_probe_due() or any(self.is_due(every) for every in intervals if every)
+        return self.is_probe_due() or self.is_sample_due() or any(self.is_due(every) for every in intervals if every)
 
     def is_due(self, every: int) -> bool:
         """Return whether this step is a multiple of `every` or the last one."""
@@ -186,6 +186,10 @@ class Trainer:
     def is_probe_due(self) -> bool:
         """Return whether there is a probe and it measures after this step."""
         return self.probe is not None and self.is_due(self.settings.probe_every or self.settings.steps)
+
+    def is_sample_due(self) -> bool:
+        """Return whether a sample is written after this step; weights that are not trained write none."""
+        return self.sample is not None and self.step > 0 and self.is_due(self.settings.sample_every or 1)
 
     def handle_boundary(self, stop_reason: str | None) -> Outcome | None:
         """Bring the numbers of the steps since the last boundary to the host, and act on them; a collective call.
@@ -203,7 +207,7 @@ class Trainer:
         if not self.monitor.bad_rows:  # a stop may make any boundary one that saves
             bad = bad or find_infinite_weight(self.model, self.step, self.world)
         if not (stop_reason or bad or diverged):
-            lines[-1] |= self.measure(self.is_due(self.settings.eval_every), self.is_probe_due())
+            lines[-1] |= self.measure(self.is_due(self.settings.eval_every), self.is_probe_due(), self.is_sample_due())
             stop_reason = self.stop.decided
         elif diverged:
             lines[-1]["train/diverged"] = True
@@ -250,10 +254,10 @@ class Trainer:
                 self.metrics.append_event(event)
         return lines
 
-    def measure(self, evaluation: bool, probe: bool) -> Line:
-        """Evaluate and probe the weights as they are, as far as asked for; a collective call.
+    def measure(self, evaluation: bool, probe: bool, sample: bool) -> Line:
+        """Evaluate and probe the weights as they are, and write a sample, as far as asked for; a collective call.
 
-        A stop ends this early: what is not measured then is owed when the run goes on.
+        A stop ends this early: what is not done then is owed when the run goes on.
         """
         line: Line = {}
         with self.activity("evaluating"), suppress(StopRequested):
@@ -261,6 +265,8 @@ class Trainer:
                 line |= self.evaluate()
             if probe and self.probe:
                 line |= self.probe()
+            if sample and self.sample:
+                line |= self.sample()
         return line
 
     def evaluate(self) -> Line:
@@ -381,7 +387,7 @@ class Trainer:
             step = self.checkpoints.load(self.list_stateful(), origin)
             self.save(wait=True)
         self.rewind_metrics(-1 if step is None else step)
-        return self.step >= self.settings.steps and not self.find_owed()[1]
+        return self.step >= self.settings.steps and not self.find_owed()[1][0]
 
     def list_stateful(self) -> dict[str, Stateful]:
         """Return all that a checkpoint holds."""

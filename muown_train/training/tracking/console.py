@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from muown_train.runs.metrics import Line
-from muown_train.runtime.formatting import format_duration, format_perplexity, format_speed
+from muown_train.runtime.formatting import escape_controls, format_duration, format_perplexity, format_speed
 from muown_train.runtime.progress import State, StatusLine
 
 # Lines of metrics that have one of these keys are always printed.
@@ -40,6 +40,8 @@ class ConsoleSink:
         for line in lines:
             if _has_news(line):
                 self.status.print(describe_line(line, self.steps, with_time_left=not self.status.is_live))
+            if "sample" in line and line["step"] < self.steps:  # the summary at the end shows the last one
+                self.status.print(format_sample(line["sample"], f" after step {line['step']:,}"))
         last = lines[-1]
         if self.status.is_live:
             self.last = last if "train/loss" in last else self.last
@@ -66,6 +68,15 @@ class ConsoleSink:
         if "system/seconds_left" in self.last and self.last["step"] < self.steps:
             left = self.last["system/seconds_left"] * (self.steps - step) / (self.steps - self.last["step"])
         return text, step / self.steps, left
+
+
+def format_sample(text: str, when: str = "") -> str:
+    """Return a sample between two lines that say what it is.
+
+    Args:
+        when: what follows the word "sample" in the first of them.
+    """
+    return escape_controls(f"--- sample{when} ---\n{text}\n--- end of sample ---")
 
 
 def _has_news(line: Line) -> bool:

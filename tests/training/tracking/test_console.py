@@ -27,6 +27,15 @@ def test_a_log_has_a_line_now_and_then_and_all_news(capsys):
     ]
 
 
+def test_a_sample_is_shown_but_for_the_last_one_which_the_summary_shows(capsys):
+    sink = ConsoleSink(lambda: (0, ""), every=1e9)
+    sink.start(None, {}, 20)
+    for step in (10, 20):
+        sink.write([{"step": step, "train/loss": 3.0, "sample": "def f():\n\x1b[2J"}])
+    expected = "--- sample after step 10 ---\ndef f():\n\\x1b[2J\n--- end of sample ---\n"
+    assert capsys.readouterr().out == f"{expected}step 20/20  loss 3.0000\n"
+
+
 def test_a_log_says_that_the_model_is_compiled(capsys):
     for compiled in (True, False):
         ConsoleSink(lambda: (0, ""), every=1e9).start(None, {"compile": compiled}, 300)
