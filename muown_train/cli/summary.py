@@ -2,8 +2,10 @@
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from muown_train.experiments.report.curves import plot_losses
@@ -14,6 +16,9 @@ from muown_train.runtime.formatting import escape_controls, format_duration, for
 from muown_train.runtime.stop_signal import StopRequested, raise_on_stop_signals
 from muown_train.training.run import Run, generate_sample
 from muown_train.training.tracking.console import format_sample
+
+_PAUSE = 60.0  # the least seconds between two drawings of loss.png, and before the first
+_SHARE = 0.01  # the largest share of the time that drawings take
 
 
 def summarize(lines: Sequence[Line]) -> dict[str, Any]:
@@ -36,6 +41,47 @@ def summarize(lines: Sequence[Line]) -> dict[str, Any]:
         "seconds": last["time"],
         "tokens_per_second": sorted(speeds)[len(speeds) // 2] if speeds else None,
     }
+
+
+def draw_losses(run: Run) -> None:
+    """Write loss.png in a run's folder, at once or not at all; on the main rank.
+
+    Raises:
+        OSError: the file cannot be written; it is as before.
+    """
+    assert run.trainer.metrics is not None
+    plot_losses(run.trainer.metrics.read(), run.folder / "loss.png", run.folder.name, run.data.unigram_loss)
+
+
+class LossFigure:
+    """The sink that renews loss.png at evaluations, so that the file shows a run that is under way.
+
+    It draws at most once a minute, and less often where drawing would take more than 1 % of the time. A short run never
+    loads matplotlib before its end. If drawing fails once, the file is left as it is until the end of the run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.due = run, math.inf  # seconds of the clock from which on a drawing may be made
+
+    def start(self, folder: Path, config: Mapping[str, Any], steps: int) -> None:
+        self.due = monotonic() + _PAUSE
+
+    def write(self, lines: Sequence[Line]) -> None:
+        started = monotonic()
+        if started < self.due or not any("valid/loss" in line for line in lines):
+            return
+        try:
+            if self.run.guard:
+                self.run.guard.check()  # the folder may be that of somebody else now
+            draw_losses(self.run)
+            ended = monotonic()
+            self.due = ended + max(_PAUSE, (ended - started) / _SHARE)
+        except Exception as error:  # matplotlib raises errors of any kind, and training does not depend on it
+            self.due = math.inf
+            print_warning(f"loss.png is not renewed before the end of the run: {error}")
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        pass
 
 
 def help_report_end(run: Run, outcome: Outcome) -> None:
@@ -64,7 +110,7 @@ def report_end(run: Run, outcome: Outcome, already: bool) -> None:
         sink.finish(summary | {"outcome": outcome.state, "reason": outcome.reason})
     unigram = run.data.unigram_loss
     try:
-        plot_losses(lines, run.folder / "loss.png", run.folder.name, unigram)
+        draw_losses(run)
     except OSError as error:  # the run is saved, and its numbers are in metrics.jsonl
         print_warning(f"the figure of the losses cannot be written: {error}")
     loss = f"validation loss {summary['valid/loss']:.4f}, perplexity {format_perplexity(summary['valid/perplexity'])}"
