@@ -67,7 +67,7 @@ class RunConfig:
     data: Section
     optim: Section
     schedule: Section
-    tracking: Section | None
+    tracking: Section | None = None
     probes: Section = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ Everything that can be wrong is found before data are read or fetched, and befor
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -77,9 +77,7 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
     if not sharded:
         shard_optimizer(optimizer, config.shard_optimizer, world)
     parallel = sharded or ReplicatedModel(model, world, settings.reduce_in_bfloat16)
-    tracking: Sink | None = None
-    if config.tracking:
-        tracking = bind_target(config.tracking, "tracking", ["warn"], config.trust)()
+    tracking = build_sinks(config.tracking or {}, config.trust)
     probes: dict[str, Any] = {
         name: bind_target(section, f"probes.{name}", ["context"], config.trust)
         for name, section in config.probes.items()
@@ -127,7 +125,7 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
     if world.is_main:
         run.metadata = manifest.describe(model, optimizer, data.metadata, settings, world, parallel, started)
         run.metadata["origin"] = origin
-        run.sinks = [sink for sink in (ConsoleSink(lambda: (trainer.step, trainer.activity.name)), tracking) if sink]
+        run.sinks = [ConsoleSink(lambda: (trainer.step, trainer.activity.name)), *tracking]
         run.lock = lock or lock_folder(folder)
     return run
 
@@ -200,6 +198,22 @@ def build_settings(config: RunConfig, steps: int, model: LanguageModel, device: 
         flops_per_token=model.flops_per_token(),
         peak_flops=hardware.get_peak_flops(device),
     )
+
+
+def build_sinks(tracking: Mapping[str, Any], trust: Sequence[str] = ()) -> list[Sink]:
+    """Return the sinks of the section `tracking`: that of its own `_target_`, and those of sections inside it.
+
+    Raises:
+        ValueError: a setting is wrong, or belongs to no sink.
+    """
+    inner = {key: value for key, value in tracking.items() if isinstance(value, Mapping) and "_target_" in value}
+    own = {key: value for key, value in tracking.items() if key not in inner}
+    sections = {f"tracking.{key}": section for key, section in inner.items()}
+    if "_target_" in own or (own and not inner):
+        sections = {"tracking": own, **sections}
+    elif unknown := own.keys() - {"finish_timeout"}:  # which the sections inside refer to
+        raise ValueError(f"tracking.{min(unknown)} is no setting of {' or '.join(sections)}")
+    return [bind_target(section, key, ["warn"], trust)() for key, section in sections.items()]
 
 
 def build_probes(
