@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from muown_train.config.overrides import check_overrides, check_trust, parse_overrides, quote_text
+from muown_train.config.overrides import check_from_command_line, check_overrides, parse_overrides, quote_text
 from muown_train.config.renamed_names import update_overrides
 from muown_train.config.run_name import default_run_name
 from muown_train.config.schema import RunConfig, parse_config
@@ -78,8 +78,9 @@ def check_config(composed: DictConfig, choices: Mapping[str, Any], overrides: Se
         overrides: the words of the command line that were composed.
     """
     check_overrides(overrides)
-    if OmegaConf.is_list(composed.trust):
-        check_trust(composed.trust, overrides)
+    for key in ("trust", "tasks"):
+        if OmegaConf.is_list(composed[key]):
+            check_from_command_line(key, composed[key], overrides)
     settings = OmegaConf.masked_copy(composed, [str(key) for key in composed if key not in ("hydra", "experiment")])
     tree: dict[str, Any] = OmegaConf.to_container(settings, resolve=True)  # type: ignore[assignment]
     out = os.path.expanduser(tree["out"]) if isinstance(tree["out"], str) else None

@@ -14,6 +14,7 @@ import torch
 from filelock import FileLock
 
 from muown_train.config.budget import compute_batch_rows
+from muown_train.config.extras import check_installed
 from muown_train.config.instantiate import bind_target
 from muown_train.config.resume_check import check_same_data, check_same_run
 from muown_train.config.run_name import locate_run_folder
@@ -27,7 +28,7 @@ from muown_train.models.language_model import LanguageModel, build_model
 from muown_train.models.parallel import ReplicatedModel, ShardedModel, find_copies
 from muown_train.runs import manifest
 from muown_train.runs.checkpoint import Checkpoints
-from muown_train.runs.checkpoint_reader import read_newest_metadata
+from muown_train.runs.checkpoint_reader import print_warning, read_newest_metadata
 from muown_train.runs.metrics import Line, Metrics, Sink
 from muown_train.runs.status import lock_folder
 from muown_train.runtime import hardware
@@ -35,7 +36,7 @@ from muown_train.runtime.distributed import World
 from muown_train.runtime.formatting import format_gib
 from muown_train.runtime.progress import discard_line
 from muown_train.runtime.redaction import redact_tree
-from muown_train.runtime.stop_signal import StopSignal
+from muown_train.runtime.stop_signal import StopRequested, StopSignal
 from muown_train.training.continuation import Source
 from muown_train.training.divergence import DivergenceMonitor
 from muown_train.training.optimizers import build_optimizer, shard_optimizer
@@ -77,6 +78,8 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
     if not sharded:
         shard_optimizer(optimizer, config.shard_optimizer, world)
     parallel = sharded or ReplicatedModel(model, world, settings.reduce_in_bfloat16)
+    if config.tasks:
+        check_installed("lm_eval")
     tracking = build_sinks(config.tracking or {}, config.trust)
     probes: dict[str, Any] = {
         name: bind_target(section, f"probes.{name}", ["context"], config.trust)
@@ -121,7 +124,10 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
         trainer.probe = build_probes(config, probes, trainer, model, probe_rows)
     checkpoint = source.checkpoint if source else None
     run = Run(config, folder, trainer, model, data, checkpoint, metadata={}, sinks=[], lock=None)
-    trainer.sample = run.write_sample if config.sample_every else None
+    if config.sample_every:
+        trainer.extras["sample"] = config.sample_every, run.write_sample
+    if config.tasks:
+        trainer.extras["tasks/seconds"] = config.eval_tasks_every or steps, build_tasks(config, run)
     if world.is_main:
         run.metadata = manifest.describe(model, optimizer, data.metadata, settings, world, parallel, started)
         run.metadata["origin"] = origin
@@ -190,7 +196,6 @@ def build_settings(config: RunConfig, steps: int, model: LanguageModel, device: 
         valid_tokens=config.valid_tokens,
         check_every=config.replica_check_every,
         probe_every=config.probe_every,
-        sample_every=config.sample_every,
         stop_if_unsaved=config.on_save_error == "stop",
         grad_clip=config.grad_clip,
         autocast=hardware.wants_autocast(config.precision, device),
@@ -214,6 +219,46 @@ def build_sinks(tracking: Mapping[str, Any], trust: Sequence[str] = ()) -> list[
     elif unknown := own.keys() - {"finish_timeout"}:  # which the sections inside refer to
         raise ValueError(f"tracking.{min(unknown)} is no setting of {' or '.join(sections)}")
     return [bind_target(section, key, ["warn"], trust)() for key, section in sections.items()]
+
+
+def build_tasks(config: RunConfig, run: Run) -> Callable[[], Line]:
+    """Return a function that measures the downstream tasks; one rank alone goes on without numbers where that fails.
+
+    Raises:
+        ValueError: a task does not exist, or cannot be measured, or the data have no tokenizer.
+    """
+    from muown_train.analysis.downstream.tasks import DownstreamTasks
+
+    trainer, tokenizer = run.trainer, run.data.tokenizer
+    if tokenizer.raw is None:
+        raise ValueError(f"tasks={config.tasks} need a tokenizer, and random data have none")
+    tasks = DownstreamTasks(
+        config.tasks,
+        config.eval_tasks_limit,
+        run.model,
+        tokenizer,
+        trainer.world,
+        config.seq_len,
+        config.micro_batch,
+        trainer.autocast,
+        trainer.stop.check,
+    )
+
+    def measure() -> Line:
+        before = trainer.random_state.state_dict()
+        try:
+            return tasks()
+        except StopRequested:
+            raise
+        except Exception as error:  # metrics of tasks raise any kind
+            if trainer.world.size > 1:  # the others would wait for this rank
+                raise
+            print_warning(f"the tasks are not measured after step {trainer.step:,}: {error}")
+            return {}
+        finally:
+            trainer.random_state.load_state_dict(before)
+
+    return measure
 
 
 def build_probes(

@@ -67,7 +67,8 @@ class Trainer:
         self.loader, self.valid, self.checkpoints, self.settings = loader, valid, checkpoints, settings
         self.monitor, self.stop, self.metrics = monitor, stop, metrics
         self.probe: Callable[[], Line] | None = None  # measures the weights and changes nothing; every rank calls it
-        self.sample: Callable[[], Line] | None = None  # writes a text by the weights, likewise
+        # what else is measured likewise: by a key of the lines that it gives, every how many steps, and a call
+        self.extras: dict[str, tuple[int, Callable[[], Line]]] = {}
         self.random_state, self.activity = RandomState(world), Activity()
         self.sinks: Sequence[Sink] = ()
         self.after_step: list[Callable[[int], None]] = []
@@ -162,14 +163,13 @@ class Trainer:
             self.show([line])
         self.step_metrics.start_clock()
 
-    def find_owed(self) -> tuple[Line, tuple[bool, bool, bool]]:
-        """Return the line of this step, and whether it lacks an evaluation, probe or sample; a collective call."""
+    def find_owed(self) -> tuple[Line, tuple[bool, bool, list[str]]]:
+        """Return the line of this step, and whether it lacks an evaluation, probe or extras; a collective call."""
         written = self.metrics.read()[-1:] if self.metrics else []
         last = written[0] if written and written[0]["step"] == self.step else {}
         lacks_loss = self.is_due(self.settings.eval_every) and "valid/loss" not in last
         probe = self.is_probe_due() and "probe/seconds" not in last
-        sample = self.is_sample_due() and "sample" not in last
-        owed = self.world.gather((self.step == 0 or not written or lacks_loss, probe, sample))[0]
+        owed = self.world.gather((self.step == 0 or not written or lacks_loss, probe, self.list_extras(last)))[0]
         line = {"step": self.step, "tokens": self.tokens, "time": self.step_metrics.seconds, **last}
         return line, owed
 
@@ -177,7 +177,7 @@ class Trainer:
         """Return whether this step is followed by logging, a checkpoint, a check or a measurement."""
         settings = self.settings
         intervals = (settings.log_every, settings.eval_every, settings.save_every, settings.check_every)
-        return self.is_probe_due() or self.is_sample_due() or any(self.is_due(every) for every in intervals if every)
+        return self.is_probe_due() or bool(self.list_extras({})) or any(map(self.is_due, filter(None, intervals)))
 
     def is_due(self, every: int) -> bool:
         """Return whether this step is a multiple of `every` or the last one."""
@@ -187,9 +187,9 @@ class Trainer:
         """Return whether there is a probe and it measures after this step."""
         return self.probe is not None and self.is_due(self.settings.probe_every or self.settings.steps)
 
-    def is_sample_due(self) -> bool:
-        """Return whether a sample is written after this step; weights that are not trained write none."""
-        return self.sample is not None and self.step > 0 and self.is_due(self.settings.sample_every or 1)
+    def list_extras(self, line: Line) -> list[str]:
+        """Return the keys of extras that are due and that this line lacks; weights that are not trained have none."""
+        return [k for k, (every, _) in self.extras.items() if self.step and self.is_due(every) and k not in line]
 
     def handle_boundary(self, stop_reason: str | None) -> Outcome | None:
         """Bring the numbers of the steps since the last boundary to the host, and act on them; a collective call.
@@ -207,7 +207,7 @@ class Trainer:
         if not self.monitor.bad_rows:  # a stop may make any boundary one that saves
             bad = bad or find_infinite_weight(self.model, self.step, self.world)
         if not (stop_reason or bad or diverged):
-            lines[-1] |= self.measure(self.is_due(self.settings.eval_every), self.is_probe_due(), self.is_sample_due())
+            lines[-1] |= self.measure(self.is_due(self.settings.eval_every), self.is_probe_due(), self.list_extras({}))
             stop_reason = self.stop.decided
         elif diverged:
             lines[-1]["train/diverged"] = True
@@ -254,8 +254,8 @@ class Trainer:
                 self.metrics.append_event(event)
         return lines
 
-    def measure(self, evaluation: bool, probe: bool, sample: bool) -> Line:
-        """Evaluate and probe the weights as they are, and write a sample, as far as asked for; a collective call.
+    def measure(self, evaluation: bool, probe: bool, extras: Sequence[str]) -> Line:
+        """Evaluate and probe the weights as they are, and measure extras, as far as asked for; a collective call.
 
         A stop ends this early: what is not done then is owed when the run goes on.
         """
@@ -265,8 +265,8 @@ class Trainer:
                 line |= self.evaluate()
             if probe and self.probe:
                 line |= self.probe()
-            if sample and self.sample:
-                line |= self.sample()
+            for key in extras:
+                line |= self.extras[key][1]()
         return line
 
     def evaluate(self) -> Line:

@@ -10,7 +10,7 @@ from muown_train.runtime.formatting import escape_controls, format_duration, for
 from muown_train.runtime.progress import State, StatusLine
 
 # Lines of metrics that have one of these keys are always printed.
-_NEWS = ("valid/loss", "train/skipped_updates", "train/rolled_back", "train/diverged")
+_NEWS = ("valid/loss", "tasks/seconds", "train/skipped_updates", "train/rolled_back", "train/diverged")
 
 
 class ConsoleSink:
@@ -100,6 +100,8 @@ def describe_line(line: Line, steps: int, with_time_left: bool = True) -> str:
     if "valid/loss" in line:
         perplexity = format_perplexity(line["valid/perplexity"])
         parts.append(f"validation loss {line['valid/loss']:.4f} (perplexity {perplexity})")
+    numbers = {key.removeprefix("tasks/"): line[key] for key in line if key.startswith("tasks/")}
+    parts += [f"{name} {value:.4f}" for name, value in numbers.items() if name != "seconds"]
     if not _has_news(line):
         parts += [text(line[key]) for key, text in _FORMATS.items() if key in line]
     if with_time_left and "system/seconds_left" in line:

@@ -18,12 +18,14 @@ def test_a_log_has_a_line_now_and_then_and_all_news(capsys):
     sink.write([{"step": 5, "train/loss": 1.0, "train/skipped": True}, {"step": 6, "train/loss": 1.0}])
     sink.write([{"step": 9, "train/loss": math.nan, "train/skipped": True, "train/skipped_updates": 3}])
     sink.write([{"step": 4, "train/loss": 1.0, "train/rolled_back": True}])
+    sink.write([{"step": 5, "train/loss": 1.0, "tasks/words/acc": 0.5, "tasks/seconds": 3.0}])
     out = capsys.readouterr().out.splitlines()
     assert out == [
         "step   2/300  loss 2.0000",
         "step   4/300  loss 1.0000  validation loss 1.2500 (perplexity 3.49)",
         "step   9/300  loss nan  3 STEPS SKIPPED: gradients not finite",
         "step   4/300  loss 1.0000  ROLLED BACK",
+        "step   5/300  loss 1.0000  words/acc 0.5000",
     ]
 
 
