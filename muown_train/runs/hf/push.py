@@ -14,7 +14,7 @@ def check_push(name: str) -> None:
         ValueError: the name is not one of a repository with its owner, or there is no token.
     """
     from huggingface_hub import get_token
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
+    from huggingface_hub.utils import HFValidationError, validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(name)
@@ -44,7 +44,7 @@ def push_folder(folder: Path, name: str, private: bool, message: str) -> str:
         ValueError: the hub refuses the token, the name or the files.
     """
     from huggingface_hub import HfApi, get_token
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
     if not sys.stderr.isatty():
         disable_progress_bars()
