@@ -120,7 +120,7 @@ def time_shapes(name: str, model: Model, limits: Limits) -> Iterator[Row]:
             numbers[rows, n] += model.layers
     rounds, device = 2 if limits.dry_run else 11, limits.device
     for (m, n), k in numbers.items():
-        X = [torch.randn(m, n, device=device) for _ in range(k)]
+        X = torch.randn(k, m, n, device=device)
         benchmark_optim.SIZES["shape"] = ([(m, n, None)], k)
         own = partial(benchmark_optim.make_own, "shape", str(device))
         steps = {"Newton-Schulz": partial(newton_schulz, X)}

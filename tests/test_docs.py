@@ -100,6 +100,7 @@ def test_an_error_that_it_shows_is_what_is_said(page, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # a page has up to a dozen commands, of seconds each
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if any(block.language in ("bash", "console") for block in read_blocks(page))],

@@ -114,7 +114,7 @@ def chunk_rows(batch: list[Block], may_cut: bool) -> Iterator[list[Block]]:
         largest = max(block.W.numel() for block in blocks)
         if largest > most and may_cut:
             for block in blocks:
-                yield from ([part] for part in _cut(block, math.ceil(block.W.numel() / most)))
+                yield from ([part] for part in _cut(block, most))
             continue
         count = math.ceil(len(blocks) / max(1, most_joined // max(1, largest)))
         size = math.ceil(len(blocks) / count)  # of equal sizes, since compiled code is made for a size
@@ -122,13 +122,15 @@ def chunk_rows(batch: list[Block], may_cut: bool) -> Iterator[list[Block]]:
             yield blocks[start : start + size]
 
 
-def _cut(block: Block, parts: int) -> Iterator[Block]:
-    """Yield the rows of a block in that many blocks, or in fewer."""
-    size = math.ceil(len(block.W) / max(1, parts))
-    for start in range(0, len(block.W), size) if size else [0]:
-        m = min(size, len(block.W) - start)
-        state = {key: _take_rows(s, start, m) for key, s in block.state.items()}
-        yield block._replace(W=block.W.narrow(0, start, m), G=block.G.narrow(0, start, m), state=state)
+def _cut(block: Block, most: int) -> Iterator[Block]:
+    """Yield the rows of a block in parts of about one size, of at most that many elements or of a single row."""
+    m, n = block.W.shape
+    parts = math.ceil(m / max(1, most // n))
+    size = math.ceil(m / max(1, parts))
+    for start in range(0, m, max(1, size)):
+        rows = min(size, m - start)
+        state = {key: _take_rows(s, start, rows) for key, s in block.state.items()}
+        yield block._replace(W=block.W.narrow(0, start, rows), G=block.G.narrow(0, start, rows), state=state)
 
 
 def join_rows(blocks: list[Block]) -> Block:

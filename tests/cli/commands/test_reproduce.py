@@ -341,7 +341,7 @@ def test_an_experiment_whole(corpus, tmp_path):
     final = {float(f"{read_run(folder).last('valid/perplexity'):.2f}") for folder in folders}
     shown = {float(point) for point in re.findall(r" (\d+\.\d\d) \|", (report / "table.md").read_text())}
     assert final <= shown
-    assert "Gradient noise was measured in 2 of them." in made.stdout and "| 30 | " in made.stdout
+    assert "Gradient noise was measured in 3 of them." in made.stdout and "| 30 | " in made.stdout
 
 
 def children(parent: int) -> list[int]:

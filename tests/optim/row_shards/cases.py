@@ -101,7 +101,7 @@ def compare(
     shard_model(sharded, mesh)
     optimizers = [build(kind, each, **options) for each in (model, sharded)]
     if compiled:
-        optimizers[1].compile()
+        optimizers[1].compile(backend="eager")  # what is traced runs as it is: generating code takes minutes
     for step in range(STEPS):
         set_gradients(model, sharded, step)
         for optimizer in optimizers:

@@ -125,6 +125,7 @@ def compile_steps(world):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # three ranks trace every shape of rows on what may be two busy cores
 def test_compiled_steps_take_shards_of_any_number_of_rows():
     for differences in on_ranks(3, compile_steps):
         assert max(differences) < 1e-5
