@@ -126,7 +126,6 @@ class TrainerSettings:
     log_every: int
     valid_tokens: int
     check_every: int | None = None  # steps between two comparisons of the weights of all ranks
-    probe_every: int | None = None  # steps between two calls of the probe
     stop_if_unsaved: bool = True  # whether a checkpoint that cannot be written ends the run
     grad_clip: float | None = 1.0
     autocast: bool = False  # bfloat16 in the forward pass, float32 weights

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from muown_train.analysis.downstream.tasks import SECONDS, DownstreamTasks, load_tasks
 from muown_train.config.budget import compute_batch_rows
-from muown_train.config.extras import check_installed
 from muown_train.config.instantiate import bind_target
 from muown_train.config.resume_check import check_same_data, check_same_run
 from muown_train.config.run_name import locate_run_folder
@@ -28,7 +28,7 @@ from muown_train.models.language_model import LanguageModel, build_model
 from muown_train.models.parallel import ReplicatedModel, ShardedModel, find_copies
 from muown_train.runs import manifest
 from muown_train.runs.checkpoint import Checkpoints
-from muown_train.runs.checkpoint_reader import print_warning, read_newest_metadata
+from muown_train.runs.checkpoint_reader import read_newest_metadata
 from muown_train.runs.metrics import Line, Metrics, Sink
 from muown_train.runs.status import lock_folder
 from muown_train.runtime import hardware
@@ -36,12 +36,13 @@ from muown_train.runtime.distributed import World
 from muown_train.runtime.formatting import format_gib
 from muown_train.runtime.progress import discard_line
 from muown_train.runtime.redaction import redact_tree
-from muown_train.runtime.stop_signal import StopRequested, StopSignal
+from muown_train.runtime.stop_signal import StopSignal
 from muown_train.training.continuation import Source
 from muown_train.training.divergence import DivergenceMonitor
 from muown_train.training.optimizers import build_optimizer, shard_optimizer
 from muown_train.training.run import Run
 from muown_train.training.schedule import build_schedule
+from muown_train.training.step_hooks import Measurement
 from muown_train.training.tracking.console import ConsoleSink
 from muown_train.training.trainer import Trainer
 from muown_train.training.warm_start import InitialWeights, read_initial_weights
@@ -78,8 +79,9 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
     if not sharded:
         shard_optimizer(optimizer, config.shard_optimizer, world)
     parallel = sharded or ReplicatedModel(model, world, settings.reduce_in_bfloat16)
+    tasks: dict[str, Any] = {}
     if config.tasks:
-        check_installed("lm_eval")
+        world.run_on_main(lambda: tasks.update(load_tasks(config.tasks)))
     tracking = build_sinks(config.tracking or {}, config.trust)
     probes: dict[str, Any] = {
         name: bind_target(section, f"probes.{name}", ["context"], config.trust)
@@ -121,13 +123,15 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
         metrics=Metrics(folder) if world.is_main else None,
     )
     if config.probes:
-        trainer.probe = build_probes(config, probes, trainer, model, probe_rows)
+        probe = build_probes(config, probes, trainer, model, probe_rows)
+        trainer.measurements.append(Measurement("probe/seconds", config.probe_every, probe))
     checkpoint = source.checkpoint if source else None
     run = Run(config, folder, trainer, model, data, checkpoint, metadata={}, sinks=[], lock=None)
     if config.sample_every:
-        trainer.extras["sample"] = config.sample_every, run.write_sample
+        trainer.measurements.append(Measurement("sample", config.sample_every, run.write_sample, before_training=False))
     if config.tasks:
-        trainer.extras["tasks/seconds"] = config.eval_tasks_every or steps, build_tasks(config, run)
+        every = config.eval_tasks_every or steps
+        trainer.measurements.append(Measurement(SECONDS, every, build_tasks(config, run, tasks), before_training=False))
     if world.is_main:
         run.metadata = manifest.describe(model, optimizer, data.metadata, settings, world, parallel, started)
         run.metadata["origin"] = origin
@@ -195,7 +199,6 @@ def build_settings(config: RunConfig, steps: int, model: LanguageModel, device: 
         log_every=config.log_every,
         valid_tokens=config.valid_tokens,
         check_every=config.replica_check_every,
-        probe_every=config.probe_every,
         stop_if_unsaved=config.on_save_error == "stop",
         grad_clip=config.grad_clip,
         autocast=hardware.wants_autocast(config.precision, device),
@@ -221,19 +224,20 @@ def build_sinks(tracking: Mapping[str, Any], trust: Sequence[str] = ()) -> list[
     return [bind_target(section, key, ["warn"], trust)() for key, section in sections.items()]
 
 
-def build_tasks(config: RunConfig, run: Run) -> Callable[[], Line]:
-    """Return a function that measures the downstream tasks; one rank alone goes on without numbers where that fails.
+def build_tasks(config: RunConfig, run: Run, tasks: Any) -> DownstreamTasks:
+    """Return what measures the downstream tasks.
+
+    Args:
+        tasks: from `load_tasks`, on the main rank.
 
     Raises:
-        ValueError: a task does not exist, or cannot be measured, or the data have no tokenizer.
+        ValueError: the data have no tokenizer.
     """
-    from muown_train.analysis.downstream.tasks import DownstreamTasks
-
     trainer, tokenizer = run.trainer, run.data.tokenizer
     if tokenizer.raw is None:
         raise ValueError(f"tasks={config.tasks} need a tokenizer, and random data have none")
-    tasks = DownstreamTasks(
-        config.tasks,
+    return DownstreamTasks(
+        tasks,
         config.eval_tasks_limit,
         run.model,
         tokenizer,
@@ -243,22 +247,6 @@ def build_tasks(config: RunConfig, run: Run) -> Callable[[], Line]:
         trainer.autocast,
         trainer.stop.check,
     )
-
-    def measure() -> Line:
-        before = trainer.random_state.state_dict()
-        try:
-            return tasks()
-        except StopRequested:
-            raise
-        except Exception as error:  # metrics of tasks raise any kind
-            if trainer.world.size > 1:  # the others would wait for this rank
-                raise
-            print_warning(f"the tasks are not measured after step {trainer.step:,}: {error}")
-            return {}
-        finally:
-            trainer.random_state.load_state_dict(before)
-
-    return measure
 
 
 def build_probes(

@@ -61,7 +61,7 @@ class Run:
             return Outcome("diverged", status.get("reason", ""))
         if status.get("state") != "finished":
             trainer.world.keep_verdict(self._record_failure)
-        if trainer.resume(self.source_checkpoint):
+        if trainer.resume(self.source_checkpoint, status.get("state") == "finished"):
             outcome = self._judge_loss()
             if status.get("state") != "finished":  # killed before it could say so
                 self._write_status(outcome)

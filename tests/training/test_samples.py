@@ -11,7 +11,8 @@ from muown_train.runs.metrics import read_metrics
 from muown_train.runs.status import Outcome
 from muown_train.training import run as run_module
 from muown_train.training.run import LONGEST_SAMPLE, generate_sample
-from tests.helpers.runs import built, metrics, train_until_killed, trained
+from tests.helpers.ranks import on_ranks
+from tests.helpers.runs import HERE, built, metrics, train_until_killed, trained
 from tests.training.test_trainer import weights
 
 SAMPLES = ("sample_every=4", "sample_tokens=8")
@@ -70,6 +71,32 @@ def test_a_stop_where_one_is_due_leaves_it_to_the_next_start(corpus, tmp_path, s
     run.close()
     assert [step for step, _ in list_samples(run.folder)] == [4]
     assert list_samples(trained(corpus, tmp_path, *SAMPLES).folder) == list_samples(sampled.folder)
+
+
+def train_on(world, corpus, out, stop_in):
+    run = built(corpus, out, *SAMPLES, "eval_every=12", "micro_batch=1", world=world)
+    step = run.trainer.train_step
+
+    def stop():
+        if run.trainer.step == stop_in - 2:  # all ranks learn of it one step later
+            run.trainer.stop.request("SIGUSR1")
+        return step()
+
+    run.trainer.train_step = stop if stop_in else step
+    run.resume()
+    outcome = run.train()
+    run.close()
+    return outcome.state, run.trainer.step
+
+
+@pytest.mark.slow
+def test_two_ranks_write_what_one_writes_also_where_one_is_owed(corpus, tmp_path):
+    train_on(HERE, corpus, tmp_path / "one", 0)
+    assert on_ranks(2, train_on, corpus, tmp_path / "two", 8) == [("stopped", 8)] * 2
+    assert [step for step, _ in list_samples(tmp_path / "two" / "run")] == [4]
+    assert on_ranks(2, train_on, corpus, tmp_path / "two", 0) == [("finished", 12)] * 2
+    one, two = (list_samples(tmp_path / name / "run") for name in ("one", "two"))
+    assert [step for step, _ in two] == [4, 8, 12] == [step for step, _ in one]
 
 
 def test_one_that_cannot_be_written_ends_no_run(corpus, tmp_path, monkeypatch, capsys):

@@ -15,32 +15,33 @@ import torch
 
 from muown_train.analysis.downstream.scores import Pair, Score, score_continuations
 from muown_train.config.extras import check_installed
+from muown_train.data.hub.retry import is_transient
 from muown_train.data.text.tokenizer import Tokenizer
 from muown_train.models.language_model import LanguageModel
+from muown_train.runs.checkpoint_reader import print_warning
+from muown_train.runs.state import RandomState
 from muown_train.runtime.distributed import World
+from muown_train.runtime.heartbeat.explain import describe_error
 
 SCORED = ("loglikelihood", "loglikelihood_rolling", "multiple_choice")  # kinds of tasks that need no generated text
 SECONDS = "tasks/seconds"
 
 
 class DownstreamTasks:
-    """Tasks that are loaded once and measured again and again.
+    """Tasks that are measured again and again.
 
     Args:
-        names: names of tasks and groups of lm_eval, or paths of YAML files.
+        tasks: from `load_tasks`; only the main rank needs them.
         limit: documents of each task; None takes all.
         model: on world.device.
-        rows: rows per rank and forward pass.
+        rows: the most rows per rank and forward pass.
         autocast: returns a context for forward passes in the run's precision.
         check_stop: is called before each forward pass, equally often on every rank; it raises to end a measurement.
-
-    Raises:
-        ValueError: lm_eval is not installed, a task does not exist, cannot be read, or generates text.
     """
 
     def __init__(
         self,
-        names: Sequence[str],
+        tasks: Any,
         limit: int | None,
         model: LanguageModel,
         tokenizer: Tokenizer,
@@ -50,8 +51,8 @@ class DownstreamTasks:
         autocast: Callable[[], Any],
         check_stop: Callable[[], None],
     ) -> None:
-        check_installed("lm_eval")
-        self.limit, self.model, self.autocast = limit, model, autocast
+        self.tasks, self.limit, self.model, self.world, self.autocast = tasks, limit, model, world, autocast
+        self.is_scoring = False
         end, size = tokenizer.end_of_text, tokenizer.size
 
         def encode(text: str) -> list[int]:
@@ -61,30 +62,66 @@ class DownstreamTasks:
             whole = [(context or [end], continuation) for context, continuation in pairs]
             return score_continuations(model, whole, seq_len, rows, world, size, check_stop)
 
-        self.tasks = load_tasks(names)
-        self.lm = make_lm(score, encode, end, seq_len)
+        self.score = score
+        self.lm = make_lm(self._score_on_all, encode, end, seq_len) if world.is_main else None
 
     def __call__(self) -> dict[str, float]:
-        """Return `tasks/TASK/METRIC` for each task, and the seconds that all took; a collective call."""
-        evaluator = import_module("lm_eval.evaluator")
-        started = time.perf_counter()
+        """Return `tasks/TASK/METRIC` for each task, and the seconds that all took; a collective call.
+
+        The harness runs on the main rank, and the other ranks, which return nothing, share its forward passes. If it
+        fails, a warning says so and there are no numbers.
+        """
+        random_state = RandomState(self.world)
+        before = random_state.state_dict()
         self.model.eval()
         try:
-            # the harness draws bars on standard error; compiled blocks would be compiled for rows of every length
-            with redirect_stderr(io.StringIO()), self.autocast(), torch.compiler.set_stance("force_eager"):
-                options = {"limit": self.limit, "bootstrap_iters": 0, "log_samples": False}
-                found = evaluator.evaluate(lm=self.lm, task_dict=self.tasks, **options)
+            # compiled blocks would be compiled for rows of every length
+            with self.autocast(), torch.compiler.set_stance("force_eager"):
+                if self.world.is_main:
+                    return self._measure()
+                while (pairs := self.world.broadcast(None)) is not None:
+                    self.score(pairs)
+                return {}
         finally:
             self.model.train()
-        return flatten_results(found["results"]) | {SECONDS: time.perf_counter() - started}
+            random_state.load_state_dict(before)
+
+    def _measure(self) -> dict[str, float]:
+        evaluator = import_module("lm_eval.evaluator")
+        started = time.perf_counter()
+        self.is_scoring = False
+        try:
+            with redirect_stderr(io.StringIO()):  # the harness draws bars there
+                options = {"limit": self.limit, "bootstrap_iters": 0, "log_samples": False}
+                found = evaluator.evaluate(lm=self.lm, task_dict=self.tasks, **options)
+            numbers = flatten_results(found["results"]) | {SECONDS: time.perf_counter() - started}
+        except Exception as error:  # metrics of tasks raise any kind
+            if self.is_scoring:  # a stop, or a fault of a forward pass: no other rank waits for more pairs
+                raise
+            print_warning(f"the downstream tasks are not measured this time: {describe_error(error)}")
+            numbers = {}
+        self.world.broadcast(None)  # the other ranks go on
+        return numbers
+
+    def _score_on_all(self, pairs: Sequence[Pair]) -> list[Score]:
+        self.world.broadcast(pairs)
+        self.is_scoring = True
+        scores = self.score(pairs)
+        self.is_scoring = False
+        return scores
 
 
 def load_tasks(names: Sequence[str]) -> Any:
     """Return tasks as lm_eval keeps them.
 
+    Args:
+        names: names of tasks and groups of lm_eval, or paths of YAML files.
+
     Raises:
-        ValueError: a task does not exist, cannot be read, or generates text.
+        ValueError: lm_eval is not installed, or a task does not exist, cannot be read, or generates text.
+        ConnectionError: the data of a task cannot be fetched now.
     """
+    check_installed("lm_eval")
     manager = import_module("lm_eval.tasks").TaskManager(include_defaults=not all(map(_is_file, names)))
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in names:
@@ -93,7 +130,8 @@ def load_tasks(names: Sequence[str]) -> Any:
                 found = manager.load([name])
         except Exception as error:  # the harness and its readers of data raise many kinds
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-            raise ValueError(f"tasks: {name} cannot be read by lm_eval ({reason})") from error
+            kind = ConnectionError if is_transient(error) else ValueError
+            raise kind(f"tasks: {name} cannot be read by lm_eval ({reason})") from error
         for key, entries in found.items():
             loaded[key].update(entries)
     for name, task in loaded["tasks"].items():

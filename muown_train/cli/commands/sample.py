@@ -119,9 +119,10 @@ def read_prompts(arguments: argparse.Namespace) -> Iterator[str]:
         with suppress(ImportError):
             import readline  # noqa: F401  # lets `input` edit lines and bring earlier ones back
         print("each line is a prompt; Ctrl-C ends a sample, Ctrl-D the command", file=sys.stderr, flush=True)
+    mark = "> " if is_terminal and sys.stdout.isatty() else ""  # a file of samples holds nothing else
     with suppress(EOFError):
         while True:
-            yield input("> " if is_terminal else "")
+            yield input(mark)
 
 
 def take_until(end: int, tokens: Iterator[int], drawn: list[int]) -> Iterator[int]:

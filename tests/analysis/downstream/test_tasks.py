@@ -1,7 +1,9 @@
 """Tasks of lm_eval during training: numbers in the lines, the same training, and wrong ones in a sentence before it."""
 
 import importlib.util
+import io
 import json
+from contextlib import redirect_stderr
 
 import pytest
 import torch
@@ -9,6 +11,9 @@ import torch
 from muown_train.analysis.downstream.scores import score_continuations
 from muown_train.analysis.downstream.tasks import flatten_results
 from muown_train.config.compose import load_config
+from muown_train.runs.status import Outcome
+from tests.end_to_end.test_parallel import list_weights
+from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import HERE, built, metrics, trained
 from tests.training.test_trainer import weights
 
@@ -89,6 +94,66 @@ def test_tasks_are_measured_and_training_is_as_without(corpus, tmp_path, lm_eval
         found.append(scores.index(max(scores)) == document["answer"])
     assert lines[-1]["tasks/words/acc"] == pytest.approx(sum(found) / 3)
     assert all(torch.equal(a, b) for a, b in zip(weights(run), weights(plain), strict=True))
+
+
+def train_with_tasks(world, corpus, out, *words):
+    run = trained(corpus, out, *words, "micro_batch=1", world=world)
+    return list_weights(run), run.model.training
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_ranks_share_the_work_and_find_what_one_finds(corpus, tmp_path, lm_eval, parallel):
+    kind, words = f"parallel={parallel}", (write_task(tmp_path), "eval_tasks_every=6")
+    plain = on_ranks(2, train_with_tasks, corpus, tmp_path / "plain", kind)
+    both = on_ranks(2, train_with_tasks, corpus, tmp_path / "both", kind, *words)
+    train_with_tasks(HERE, corpus, tmp_path / "one", *words)
+    for (found, is_training), (expected, _) in zip(both, plain, strict=True):
+        assert is_training and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    of_both, of_one = (metrics(tmp_path / name / "run") for name in ("both", "one"))
+    for line, other in zip(of_both, of_one, strict=True):
+        assert line.get("tasks/words/acc") == other.get("tasks/words/acc")
+    assert [line["step"] for line in of_both if "tasks/seconds" in line] == [6, 12]
+
+
+def fail_on_main(world, corpus, out, *words):
+    import lm_eval.evaluator
+
+    def fail(**_):
+        raise KeyError("no such metric")
+
+    lm_eval.evaluator.evaluate = fail
+    with redirect_stderr(io.StringIO()) as said:
+        train_with_tasks(world, corpus, out, *words)
+    return said.getvalue()
+
+
+@pytest.mark.slow
+def test_a_fault_of_the_harness_ends_no_run(corpus, tmp_path, lm_eval):
+    said, _ = on_ranks(2, fail_on_main, corpus, tmp_path, write_task(tmp_path))
+    lines = metrics(tmp_path / "run")
+    assert lines[-1]["step"] == 12 and not any(key.startswith("tasks/") for line in lines for key in line)
+    assert "the downstream tasks are not measured this time: KeyError: 'no such metric'" in said
+
+
+@pytest.mark.slow
+def test_a_stop_ends_the_tasks_and_the_resume_owes_them(corpus, tmp_path, lm_eval):
+    words = (write_task(tmp_path), "eval_every=12")
+    run = built(corpus, tmp_path, *words)
+    tasks = run.trainer.measurements[-1].measure
+
+    def stop_and_score(pairs):
+        run.trainer.stop.request("SIGTERM")
+        return score(pairs)
+
+    score, tasks.score = tasks.score, stop_and_score
+    run.resume()
+    assert run.train() == Outcome("stopped", "SIGTERM") and run.model.training
+    run.close()
+    assert metrics(run.folder)[-1]["step"] == 12 and "tasks/seconds" not in metrics(run.folder)[-1]
+    trained(corpus, tmp_path, *words)
+    assert "tasks/words/acc" in metrics(run.folder)[-1] and "valid/loss" in metrics(run.folder)[-1]
+    assert built(corpus, tmp_path, *words).resume() == Outcome("finished")
 
 
 @pytest.mark.slow

@@ -95,6 +95,10 @@ def test_each_line_is_a_prompt_and_each_sample_has_the_next_seed(run, sample, mo
         assert sample(run.folder, "--interactive", *words, "--seed", 6) == expected
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert sample(run.folder, "-i") == ""
+    typed = io.StringIO("The\n\nThe\n")
+    typed.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", typed)
+    assert sample(run.folder, "-i", *words, "--seed", 6) == expected  # a file gets no marks of prompts
 
 
 def test_ctrl_c_ends_the_sample_and_the_next_prompt_is_read(run, sample, monkeypatch, interrupt):
