@@ -364,9 +364,9 @@ class Trainer:
         """Load the newest checkpoint, if there is one, and return whether nothing is left to do; a collective call.
 
         Args:
-            has_ended: whether the run has finished before, which then owes no measurement but a lost evaluation.
             origin: a checkpoint of another run, to load where this run has none. It becomes the first checkpoint of
                 this run, which then never depends on the other run again.
+            has_ended: whether the run has finished before, which then owes no measurement but a lost evaluation.
 
         Raises:
             ValueError: the newest checkpoint is of another model or optimizer.

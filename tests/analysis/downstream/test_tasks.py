@@ -67,7 +67,7 @@ def test_what_cannot_be_is_one_sentence(words, message):
 def test_without_the_package_one_sentence(corpus, tmp_path, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else found(name))
-    with pytest.raises(ValueError, match=r"^the library lm_eval is not .*\[lm_eval\]'`"):
+    with pytest.raises(ValueError, match=r"^the library lm_eval is not .*\[tasks\]'`"):
         built(corpus, tmp_path, "tasks=[hellaswag]")
     assert not (tmp_path / "run" / "config.yaml").exists()
 
