@@ -14,7 +14,7 @@ PAIRS = [
     ([9, 10], []),
     ([11], [12, 13, 14, 15, 16]),
     ([17] * 30, [18, 19, 20]),  # longer than the model reads
-    ([1], list(range(20, 60))),  # so is the continuation alone
+    ([1], list(range(9, 49))),  # so is the continuation alone
     ([3], [2]),
 ]
 T, V = 16, 50
