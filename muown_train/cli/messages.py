@@ -12,7 +12,7 @@ from hydra._internal.utils import get_args_parser  # there is no public way to k
 from omegaconf import OmegaConf
 
 from muown_train.cli.process import is_output_closed
-from muown_train.config.compose import CONFIG_DIR, GROUPS, flatten, list_keys, list_options
+from muown_train.config.compose import CONFIG_DIR, GROUPS, LIST_GROUPS, flatten, list_keys, list_options
 from muown_train.config.overrides import is_override
 from muown_train.runtime.formatting import escape_controls
 from muown_train.runtime.redaction import redact
@@ -83,7 +83,9 @@ HINTS = {
     **dict.fromkeys(("save_steps", "save_interval", "checkpoint_every"), "save_every=, steps between two checkpoints"),
     **dict.fromkeys(("logging_steps", "log_interval", "log_steps"), "log_every=, steps between two lines"),
     **dict.fromkeys(("num_workers", "dataloader_num_workers"), "workers=, processes per rank that read streams"),
-    **dict.fromkeys(("report_to", "wandb", "use_wandb", "logger"), "tracking=wandb or tracking=tensorboard"),
+    **dict.fromkeys(
+        ("report_to", "wandb", "use_wandb", "logger"), "tracking=wandb, tensorboard or [wandb,tensorboard]"
+    ),
     **dict.fromkeys(("n_layer", "n_layers", "num_layers", "num_hidden_layers"), "model.layers="),
     **dict.fromkeys(("n_embd", "hidden_size", "d_model", "n_embed"), "model.dim="),
     **dict.fromkeys(("n_head", "n_heads", "num_heads", "num_attention_heads"), "model.heads="),
@@ -125,7 +127,7 @@ def _explain_override(overrides: Sequence[str]) -> str | None:
             return explain_stray_word(overrides, i + 1)
         key, _, value = override.partition("=")
         group = key.lstrip("+")
-        is_list = group == "probes" and value.startswith("[")
+        is_list = group in LIST_GROUPS and value.startswith("[")
         for choice in map(str.strip, value.strip("[] ").split(",") if is_list else [value]):
             if group in options and choice not in options[group] and not (is_list and not choice):
                 others = ", ".join(options[group]) or "none"

@@ -2,21 +2,23 @@
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
+from time import monotonic
 from typing import Any
 
-import torch
-
-from muown_train.data.text.tokenizer import begin_document
 from muown_train.experiments.report.curves import plot_losses
-from muown_train.models.generate import generate
 from muown_train.runs.checkpoint_reader import print_warning
 from muown_train.runs.metrics import Line
 from muown_train.runs.status import Outcome
 from muown_train.runtime.formatting import escape_controls, format_duration, format_perplexity
 from muown_train.runtime.stop_signal import StopRequested, raise_on_stop_signals
-from muown_train.training.run import Run
+from muown_train.training.run import Run, generate_sample
+from muown_train.training.tracking.console import format_sample
+
+_PAUSE = 60.0  # the least seconds between two drawings of loss.png, and before the first
+_SHARE = 0.01  # the largest share of the time that drawings take
 
 
 def summarize(lines: Sequence[Line]) -> dict[str, Any]:
@@ -41,18 +43,45 @@ def summarize(lines: Sequence[Line]) -> dict[str, Any]:
     }
 
 
-def generate_sample(run: Run) -> str:
-    """Return a short text by the trained model, from the beginning of a document.
+def draw_losses(run: Run) -> None:
+    """Write loss.png in a run's folder, at once or not at all; on the main rank.
 
-    Where no rank holds all weights this is a collective call; its passes depend on none of the tokens that are drawn.
+    Raises:
+        OSError: the file cannot be written; it is as before.
     """
-    trainer, tokenizer = run.trainer, run.data.tokenizer
-    prompt = begin_document(tokenizer)
-    run.model.eval()
-    # a compiled block would be compiled again for its cache
-    with trainer.autocast(), torch.compiler.set_stance("force_eager"):
-        new = generate(run.model, prompt, run.config.sample_tokens, run.config.seq_len)
-    return tokenizer.decode(new)
+    assert run.trainer.metrics is not None
+    plot_losses(run.trainer.metrics.read(), run.folder / "loss.png", run.folder.name, run.data.unigram_loss)
+
+
+class LossFigure:
+    """The sink that renews loss.png at evaluations, so that the file shows a run that is under way.
+
+    It draws at most once a minute, and less often where drawing would take more than 1 % of the time. A short run never
+    loads matplotlib before its end. If drawing fails once, the file is left as it is until the end of the run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.due = run, math.inf  # seconds of the clock from which on a drawing may be made
+
+    def start(self, folder: Path, config: Mapping[str, Any], steps: int) -> None:
+        self.due = monotonic() + _PAUSE
+
+    def write(self, lines: Sequence[Line]) -> None:
+        started = monotonic()
+        if started < self.due or not any("valid/loss" in line for line in lines):
+            return
+        try:
+            if self.run.guard:
+                self.run.guard.check()  # the folder may be that of somebody else now
+            draw_losses(self.run)
+            ended = monotonic()
+            self.due = ended + max(_PAUSE, (ended - started) / _SHARE)
+        except Exception as error:  # matplotlib raises errors of any kind, and training does not depend on it
+            self.due = math.inf
+            print_warning(f"loss.png is not renewed before the end of the run: {error}")
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        pass
 
 
 def help_report_end(run: Run, outcome: Outcome) -> None:
@@ -81,7 +110,7 @@ def report_end(run: Run, outcome: Outcome, already: bool) -> None:
         sink.finish(summary | {"outcome": outcome.state, "reason": outcome.reason})
     unigram = run.data.unigram_loss
     try:
-        plot_losses(lines, run.folder / "loss.png", run.folder.name, unigram)
+        draw_losses(run)
     except OSError as error:  # the run is saved, and its numbers are in metrics.jsonl
         print_warning(f"the figure of the losses cannot be written: {error}")
     loss = f"validation loss {summary['valid/loss']:.4f}, perplexity {format_perplexity(summary['valid/perplexity'])}"
@@ -104,7 +133,7 @@ def report_end(run: Run, outcome: Outcome, already: bool) -> None:
     if is_worth_a_sample and run.config.sample_tokens:
         try:
             with nullcontext() if needs_all else raise_on_stop_signals():  # no rank may leave the others alone
-                print(f"\n--- sample ---\n{escape_controls(generate_sample(run))}\n--- end of sample ---\n")
+                print(f"\n{format_sample(generate_sample(run))}\n")
         except StopRequested as stop:
             print(f"no sample: {stop}", file=sys.stderr)
     print(f"{run.folder}: {', '.join(sorted(path.name for path in run.folder.iterdir() if path.name[0] != '.'))}")

@@ -76,7 +76,7 @@ def train(config: RunConfig, overrides: Sequence[str]) -> float:
             stack.callback(lock.release)
         try:
             with speed_up_torch_import():  # this takes seconds, and errors in settings are known by now
-                from muown_train.cli.summary import help_report_end, report_end
+                from muown_train.cli.summary import LossFigure, help_report_end, report_end
                 from muown_train.runtime.distributed import join_world
                 from muown_train.training.build import build_run
                 from muown_train.training.continuation import continue_from_checkpoint
@@ -87,6 +87,7 @@ def train(config: RunConfig, overrides: Sequence[str]) -> float:
             # the newest checkpoint may change meanwhile, so one rank looks for all
             config, source = world.run_on_main(lambda: continue_from_checkpoint(config, overrides))
             run = build_run(config, world, source, lock)
+            run.sinks += [LossFigure(run)] if world.is_main else []
         except Exception:
             if isinstance(refusal, RepeatedFailure):  # also where the ranks do not even meet
                 raise refusal from None

@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from muown_train.config.overrides import check_overrides, check_trust, parse_overrides, quote_text
+from muown_train.config.overrides import check_from_command_line, check_overrides, parse_overrides, quote_text
 from muown_train.config.renamed_names import update_overrides
 from muown_train.config.run_name import default_run_name
 from muown_train.config.schema import RunConfig, parse_config
@@ -27,6 +27,7 @@ CONFIG_DIR = next(
     folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if (folder / "train.yaml").exists()
 )
 GROUPS = ("model", "optim", "data", "schedule", "tracking", "probes", "experiment")
+LIST_GROUPS = ("tracking", "probes")  # those of which several options may be chosen, as in probes=[A,B]
 
 
 def register_resolvers() -> None:
@@ -52,7 +53,7 @@ def load_config(overrides: Sequence[str]) -> RunConfig:
 
 
 def check_choices(overrides: Sequence[str]) -> None:
-    """Refuse a list where one option of a config group is chosen; of probes there may be several, by name.
+    """Refuse a list where one option of a config group is chosen; of LIST_GROUPS there may be several, by name.
 
     Raises:
         ValueError: naming the override. HydraException: a word is no override.
@@ -61,9 +62,12 @@ def check_choices(overrides: Sequence[str]) -> None:
     for override in parse_overrides(overrides):
         value = None if override.is_sweep_override() else override.value()
         key = override.key_or_group
-        if key in options and isinstance(value, list) and not (key == "probes" and all(type(v) is str for v in value)):
-            names = "a list of names" if key == "probes" else "one of"
-            raise ValueError(f"{override.input_line} must be {names} {', '.join(options[key])}")
+        if key not in options or not isinstance(value, list):
+            continue
+        names = [option for option in options[key] if option != "none" or key not in LIST_GROUPS]
+        if key not in LIST_GROUPS or any(type(each) is not str or each == "none" for each in value):
+            kind = "a list of names" if key in LIST_GROUPS else "one of"
+            raise ValueError(f"{override.input_line} must be {kind} {', '.join(names)}")
 
 
 def check_config(composed: DictConfig, choices: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
@@ -74,8 +78,9 @@ def check_config(composed: DictConfig, choices: Mapping[str, Any], overrides: Se
         overrides: the words of the command line that were composed.
     """
     check_overrides(overrides)
-    if OmegaConf.is_list(composed.trust):
-        check_trust(composed.trust, overrides)
+    for key in ("trust", "tasks"):
+        if OmegaConf.is_list(composed[key]):
+            check_from_command_line(key, composed[key], overrides)
     settings = OmegaConf.masked_copy(composed, [str(key) for key in composed if key not in ("hydra", "experiment")])
     tree: dict[str, Any] = OmegaConf.to_container(settings, resolve=True)  # type: ignore[assignment]
     out = os.path.expanduser(tree["out"]) if isinstance(tree["out"], str) else None

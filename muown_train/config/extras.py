@@ -8,6 +8,7 @@ EXTRAS = {
     **dict.fromkeys(("datasets", "filelock", "huggingface_hub", "hydra", "matplotlib", "numpy", "omegaconf"), "train"),
     **dict.fromkeys(("pyarrow", "rich", "safetensors", "tiktoken", "tokenizers", "torch"), "train"),
     **dict.fromkeys(("transformers", "wandb", "yaml"), "train"),
+    "lm_eval": "tasks",
     "tensorboard": "tensorboard",
     "wandb_workspaces": "wandb",
 }

@@ -115,16 +115,17 @@ def check_overrides(overrides: Iterable[str]) -> None:
             raise ValueError(f"{override}: settings cannot be removed, give another value")
 
 
-def check_trust(trust: Iterable[str], overrides: Iterable[str]) -> None:
-    """Refuse trusted names that a file brought along: only the person at the command line can trust code.
+def check_from_command_line(key: str, names: Iterable[str], overrides: Iterable[str]) -> None:
+    """Refuse names of code that a file brought along: only the person at the command line can trust code.
 
     Args:
-        trust: the names in the composed configuration.
+        key: the setting, a list: `trust`, or `tasks`, whose files may name code.
+        names: its entries in the composed configuration.
         overrides: the words of the command line.
 
     Raises:
         ValueError: naming those that the command line does not give.
     """
-    given = [override.value() for override in parse_overrides(overrides) if override.key_or_group == "trust"]
-    if list(trust) != (given[-1] if given else []):
-        raise ValueError(f"trust={list(trust)} counts only on the command line, which has trust={given}")
+    given = [override.value() for override in parse_overrides(overrides) if override.key_or_group == key]
+    if list(names) != (given[-1] if given else []):
+        raise ValueError(f"{key}={list(names)} counts only on the command line, which has {key}={given}")

@@ -13,8 +13,9 @@ from muown_train.runtime.redaction import redact
 # keys and sections that do not change a result, and so never enter a run's default name
 NOT_IN_NAME = (
     *("name", "out", "cache", "tracking", "log_every", "keep_checkpoints", "keep_every", "keep_best", "on_save_error"),
-    *("time_limit", "give_up_after", "replica_check_every", "probes", "probe_every", "sample_tokens", "profile_steps"),
-    *("device", "parallel", "shard_optimizer", "model.activation_checkpointing", "workers", "trust", "hydra"),
+    *("time_limit", "give_up_after", "replica_check_every", "probes", "probe_every", "sample_tokens", "sample_every"),
+    *("profile_steps", "device", "parallel", "shard_optimizer", "model.activation_checkpointing", "workers"),
+    *("tasks", "eval_tasks_every", "eval_tasks_limit", "trust", "hydra"),
 )
 _FILES = (  # what a run writes into its folder, some of it at its end only
     *(".lock", "config.yaml", "manifest.json", "tokenizer.json", "status.json", "starts.jsonl", "wandb_id"),

@@ -60,13 +60,17 @@ class RunConfig:
     log_every: int
     profile_steps: list[int] | None = None
     sample_tokens: int
+    sample_every: int | None = None
+    tasks: list[str] = field(default_factory=list)
+    eval_tasks_every: int | None = None
+    eval_tasks_limit: int | None = None
     paper_exact: bool
     trust: list[str]
     model: Section
     data: Section
     optim: Section
     schedule: Section
-    tracking: Section | None
+    tracking: Section | None = None
     probes: Section = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -74,6 +78,11 @@ class RunConfig:
             setattr(self, key, check(key, getattr(self, key)))
         if self.keep_every and self.keep_every % self.save_every:
             raise ValueError(f"keep_every={self.keep_every} must be a multiple of save_every={self.save_every}")
+        if self.sample_every and not self.sample_tokens:
+            raise ValueError(f"sample_every={self.sample_every} writes samples of sample_tokens=0: give it 1 or more")
+        for key in ("eval_tasks_every", "eval_tasks_limit"):
+            if getattr(self, key) and not self.tasks:
+                raise ValueError(f"{key}={getattr(self, key)} needs tasks=[…], names of lm_eval's or YAML files")
 
     def to_dict(self) -> dict[str, Any]:
         """Return all settings as plain data, as a run stores them."""
@@ -117,7 +126,6 @@ class TrainerSettings:
     log_every: int
     valid_tokens: int
     check_every: int | None = None  # steps between two comparisons of the weights of all ranks
-    probe_every: int | None = None  # steps between two calls of the probe
     stop_if_unsaved: bool = True  # whether a checkpoint that cannot be written ends the run
     grad_clip: float | None = 1.0
     autocast: bool = False  # bfloat16 in the forward pass, float32 weights
@@ -176,6 +184,14 @@ def _check_trusted_names(key: str, value: Any) -> list[str]:
     return value
 
 
+def _check_tasks(key: str, value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+        raise ValueError(
+            f"{key}={value!r} must be a list of tasks of lm_eval, such as [hellaswag] or [tasks/mine.yaml]"
+        )
+    return value
+
+
 def _check_section(key: str, value: Any) -> Section:
     if not isinstance(value, Mapping):
         raise ValueError(f"{key}={value!r} must be a mapping of settings")
@@ -197,6 +213,8 @@ _CHECKS: dict[str, _Check] = {
     "max_bad_updates": _expect_int(1),
     **dict.fromkeys(("seed", "max_rollbacks", "diverged_from"), _expect_int(0)),
     **dict.fromkeys(("keep_every", "give_up_after", "replica_check_every"), _allow_null(_expect_int(1))),
+    **dict.fromkeys(("sample_every", "eval_tasks_every", "eval_tasks_limit"), _allow_null(_expect_int(1))),
+    "tasks": _check_tasks,
     **dict.fromkeys(("tokens", "tokens_per_parameter", "grad_clip", "diverged_above"), _expect_positive_or_null()),
     "profile_steps": _allow_null(_check_span),
     "time_limit": _expect_positive_or_null(" of minutes"),

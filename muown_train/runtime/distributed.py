@@ -90,6 +90,13 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    def broadcast(self, value: Any) -> Any:
+        """Return the object of the main rank, which may be large, on every rank."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values)
+        return values[0]
+
 
 def group_ranks_by_node(world: World) -> list[list[int]]:
     """Return the ranks of each node; a collective call.

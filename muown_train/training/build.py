@@ -5,7 +5,7 @@ Everything that can be wrong is found before data are read or fetched, and befor
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from muown_train.analysis.downstream.tasks import SECONDS, DownstreamTasks, load_tasks
 from muown_train.config.budget import compute_batch_rows
 from muown_train.config.instantiate import bind_target
 from muown_train.config.resume_check import check_same_data, check_same_run
@@ -42,6 +43,7 @@ from muown_train.training.divergence import DivergenceMonitor
 from muown_train.training.optimizers import build_optimizer, shard_optimizer
 from muown_train.training.run import Run
 from muown_train.training.schedule import build_schedule
+from muown_train.training.step_hooks import Measurement
 from muown_train.training.tracking.console import ConsoleSink
 from muown_train.training.trainer import Trainer
 from muown_train.training.warm_start import InitialWeights, read_initial_weights
@@ -78,9 +80,10 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
     if not sharded:
         shard_optimizer(optimizer, config.shard_optimizer, world)
     parallel = sharded or ReplicatedModel(model, world, settings.reduce_in_bfloat16)
-    tracking: Sink | None = None
-    if config.tracking:
-        tracking = bind_target(config.tracking, "tracking", ["warn"], config.trust)()
+    tasks: dict[str, Any] = {}
+    if config.tasks:
+        world.run_on_main(lambda: tasks.update(load_tasks(config.tasks)))
+    tracking = build_sinks(config.tracking or {}, config.trust)
     probes: dict[str, Any] = {
         name: bind_target(section, f"probes.{name}", ["context"], config.trust)
         for name, section in config.probes.items()
@@ -121,14 +124,20 @@ def build_run(config: RunConfig, world: World, source: Source | None = None, loc
         metrics=Metrics(folder) if world.is_main else None,
     )
     if config.probes:
-        trainer.probe = build_probes(config, probes, trainer, model, probe_rows)
+        probe = build_probes(config, probes, trainer, model, probe_rows)
+        trainer.measurements.append(Measurement("probe/seconds", config.probe_every, probe))
     checkpoint = source.checkpoint if source else None
     run = Run(config, folder, trainer, model, data, checkpoint, metadata={}, sinks=[], lock=None)
+    if config.sample_every:
+        trainer.measurements.append(Measurement("sample", config.sample_every, run.write_sample, before_training=False))
+    if config.tasks:
+        every = config.eval_tasks_every or steps
+        trainer.measurements.append(Measurement(SECONDS, every, build_tasks(config, run, tasks), before_training=False))
     if world.is_main:
         described = data.metadata | describe_draws(data.train, steps * batch_rows)
         run.metadata = manifest.describe(model, optimizer, described, settings, world, parallel, started)
         run.metadata["origin"] = origin
-        run.sinks = [sink for sink in (ConsoleSink(lambda: (trainer.step, trainer.activity.name)), tracking) if sink]
+        run.sinks = [ConsoleSink(lambda: (trainer.step, trainer.activity.name)), *tracking]
         run.lock = lock or lock_folder(folder)
     return run
 
@@ -192,13 +201,53 @@ def build_settings(config: RunConfig, steps: int, model: LanguageModel, device: 
         log_every=config.log_every,
         valid_tokens=config.valid_tokens,
         check_every=config.replica_check_every,
-        probe_every=config.probe_every,
         stop_if_unsaved=config.on_save_error == "stop",
         grad_clip=config.grad_clip,
         autocast=hardware.wants_autocast(config.precision, device),
         reduce_in_bfloat16=config.reduce_dtype == "bfloat16",
         flops_per_token=model.flops_per_token(),
         peak_flops=hardware.get_peak_flops(device),
+    )
+
+
+def build_sinks(tracking: Mapping[str, Any], trust: Sequence[str] = ()) -> list[Sink]:
+    """Return the sinks of the section `tracking`: that of its own `_target_`, and those of sections inside it.
+
+    Raises:
+        ValueError: a setting is wrong, or belongs to no sink.
+    """
+    inner = {key: value for key, value in tracking.items() if isinstance(value, Mapping) and "_target_" in value}
+    own = {key: value for key, value in tracking.items() if key not in inner}
+    sections = {f"tracking.{key}": section for key, section in inner.items()}
+    if "_target_" in own or (own and not inner):
+        sections = {"tracking": own, **sections}
+    elif unknown := own.keys() - {"finish_timeout"}:  # which the sections inside refer to
+        raise ValueError(f"tracking.{min(unknown)} is no setting of {' or '.join(sections)}")
+    return [bind_target(section, key, ["warn"], trust)() for key, section in sections.items()]
+
+
+def build_tasks(config: RunConfig, run: Run, tasks: Any) -> DownstreamTasks:
+    """Return what measures the downstream tasks.
+
+    Args:
+        tasks: from `load_tasks`, on the main rank.
+
+    Raises:
+        ValueError: the data have no tokenizer.
+    """
+    trainer, tokenizer = run.trainer, run.data.tokenizer
+    if tokenizer.raw is None:
+        raise ValueError(f"tasks={config.tasks} need a tokenizer, and random data have none")
+    return DownstreamTasks(
+        tasks,
+        config.eval_tasks_limit,
+        run.model,
+        tokenizer,
+        trainer.world,
+        config.seq_len,
+        config.micro_batch,
+        trainer.autocast,
+        trainer.stop.check,
     )
 
 

@@ -7,20 +7,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import FileLock
 
 from muown_train.config.schema import RunConfig
 from muown_train.data.sources import TrainingData
-from muown_train.data.text.tokenizer import TOKENIZER
+from muown_train.data.text.tokenizer import TOKENIZER, begin_document
+from muown_train.models.generate import generate
 from muown_train.models.language_model import LanguageModel
 from muown_train.runs import manifest
 from muown_train.runs.checkpoint_reader import print_warning
-from muown_train.runs.metrics import Sink
+from muown_train.runs.metrics import Line, Sink
 from muown_train.runs.status import FolderGuard, Outcome, read_status, write_status
 from muown_train.runtime.atomic_files import read_regular, write_atomic
 from muown_train.training.divergence import explain_unlearned
 from muown_train.training.step_hooks import collect_garbage_together, profile_steps
 from muown_train.training.trainer import Trainer
+
+LONGEST_SAMPLE = 80_000  # characters that a line of metrics keeps: each takes 12 bytes at most, and a line has a MiB
 
 
 @dataclass
@@ -57,7 +61,7 @@ class Run:
             return Outcome("diverged", status.get("reason", ""))
         if status.get("state") != "finished":
             trainer.world.keep_verdict(self._record_failure)
-        if trainer.resume(self.source_checkpoint):
+        if trainer.resume(self.source_checkpoint, status.get("state") == "finished"):
             outcome = self._judge_loss()
             if status.get("state") != "finished":  # killed before it could say so
                 self._write_status(outcome)
@@ -96,6 +100,21 @@ class Run:
             outcome = self._judge_loss()
         self._write_status(outcome)
         return outcome
+
+    def write_sample(self) -> Line:
+        """Return a sample by the weights as they are, for a line of metrics: `sample`, or nothing where that fails.
+
+        Every rank calls this; where each rank holds all weights the main one alone writes.
+        """
+        trainer = self.trainer
+        if not (trainer.world.is_main or trainer.parallel.is_sharded):
+            return {}
+        try:
+            return {"sample": generate_sample(self)[:LONGEST_SAMPLE]}
+        except ValueError as error:  # the same on every rank, such as logits that are not finite
+            if trainer.world.is_main:
+                print_warning(f"there is no sample after step {trainer.step:,}: {error}")
+            return {}
 
     def close(self) -> None:
         """End what runs in the background, give the terminal back, and release the folder."""
@@ -162,3 +181,22 @@ class Run:
                 if self.guard:
                     self.guard.check()
                 write_status(self.folder, outcome, self.trainer.step, self.trainer.settings.steps)
+
+
+def generate_sample(run: Run) -> str:
+    """Return a short text by the model as it is, from the beginning of a document; no state of training changes.
+
+    Where no rank holds all weights this is a collective call; its passes depend on none of the tokens that are drawn.
+
+    Raises:
+        ValueError: the model's logits are not finite.
+    """
+    trainer, tokenizer = run.trainer, run.data.tokenizer
+    run.model.eval()
+    try:
+        # a compiled block would be compiled again for its cache
+        with trainer.autocast(), torch.compiler.set_stance("force_eager"):
+            new = generate(run.model, begin_document(tokenizer), run.config.sample_tokens, run.config.seq_len)
+    finally:
+        run.model.train()
+    return tokenizer.decode(new)

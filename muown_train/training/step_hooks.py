@@ -1,18 +1,38 @@
-"""What happens between steps: garbage is collected at the same step on all ranks, and steps are profiled."""
+"""What happens between steps: weights are measured, garbage is collected on all ranks at once, steps are profiled."""
 
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from muown_train.runs.metrics import Line
+
 GARBAGE_EVERY = 100  # steps between two collections of garbage
 MEMORY_EVENTS = 100_000  # allocations that a snapshot of a GPU's memory has at most
 
 AfterStep = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A measurement of the weights at some steps, which changes nothing.
+
+    Args:
+        key: a key of the line that `measure` returns; a line of metrics that has it needs no such measurement.
+        every: steps between two of them; the last step has one too.
+        measure: returns what is to stand in the line of the step; every rank calls it, and it may raise StopRequested.
+        before_training: whether the weights before the first step are measured too.
+    """
+
+    key: str
+    every: int
+    measure: Callable[[], Line]
+    before_training: bool = True
 
 
 @contextmanager

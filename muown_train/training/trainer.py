@@ -32,6 +32,7 @@ from muown_train.runtime.progress import Activity
 from muown_train.runtime.replica_check import find_divergent_ranks
 from muown_train.runtime.stop_signal import StopRequested, StopSignal
 from muown_train.training.divergence import DivergenceMonitor, find_infinite_weight
+from muown_train.training.step_hooks import Measurement
 from muown_train.training.step_metrics import StepMetrics, StepRecord
 
 
@@ -66,7 +67,7 @@ class Trainer:
         self.optimizer, self.schedule = optimizer, schedule
         self.loader, self.valid, self.checkpoints, self.settings = loader, valid, checkpoints, settings
         self.monitor, self.stop, self.metrics = monitor, stop, metrics
-        self.probe: Callable[[], Line] | None = None  # measures the weights and changes nothing; every rank calls it
+        self.measurements = [Measurement("valid/loss", settings.eval_every, lambda: self.evaluate())]
         self.random_state, self.activity = RandomState(world), Activity()
         self.sinks: Sequence[Sink] = ()
         self.after_step: list[Callable[[int], None]] = []
@@ -90,8 +91,7 @@ class Trainer:
             self.step_metrics.add(self.train_step())
             for call in self.after_step:
                 call(self.step)
-            reason = self.stop.should_stop()
-            if reason or self.is_boundary():
+            if (reason := self.stop.should_stop()) or self.is_boundary():
                 if outcome := self.handle_boundary(reason):
                     return outcome
                 self.step_metrics.start_clock()
@@ -154,38 +154,34 @@ class Trainer:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.settings.autocast)
 
     def begin(self) -> None:
-        """Evaluate and probe before the first step, and where a stop came before an evaluation that was due."""
-        line, evaluation, probe = self.find_owed()
-        if (evaluation or probe) and (measured := self.measure(evaluation, probe)):
-            line |= measured
-            self.world.run_on_main(lambda: self.metrics.amend(line) if self.metrics else None)
-            self.show([line])
+        """Measure before the first step, and where a stop came before a measurement that was due."""
+        line, owed = self.find_owed()
+        measured = self.measure([m for m in self.measurements if m.key in owed])  # on the main rank perhaps alone
+        self.world.run_on_main(lambda: self.metrics.amend(line | measured) if self.metrics and measured else None)
+        if measured:
+            self.show([line | measured])
         self.step_metrics.start_clock()
 
-    def find_owed(self) -> tuple[Line, bool, bool]:
-        """Return the line of this step, and whether it lacks an evaluation or probe that is due; a collective call."""
+    def find_owed(self) -> tuple[Line, set[str]]:
+        """Return the line of this step, and the keys of the measurements that it lacks; a collective call."""
         written = self.metrics.read()[-1:] if self.metrics else []
         last = written[0] if written and written[0]["step"] == self.step else {}
-        evaluation = self.step == 0 or not written
-        evaluation |= self.is_due(self.settings.eval_every) and "valid/loss" not in last
-        probe = self.is_probe_due() and "probe/seconds" not in last
-        evaluation, probe = self.world.gather((evaluation, probe))[0]
-        line = {"step": self.step, "tokens": self.tokens, "time": self.step_metrics.seconds, **last}
-        return line, evaluation, probe
+        owed = {m.key for m in self.list_due()} - last.keys()
+        owed = self.world.gather(owed if written else owed | {"valid/loss"})[0]
+        return {"step": self.step, "tokens": self.tokens, "time": self.step_metrics.seconds, **last}, owed
 
     def is_boundary(self) -> bool:
-        """Return whether this step is followed by logging, an evaluation, a checkpoint, a check or a probe."""
-        settings = self.settings
-        intervals = (settings.log_every, settings.eval_every, settings.save_every, settings.check_every)
-        return self.is_probe_due() or any(self.is_due(every) for every in intervals if every)
+        """Return whether this step is followed by logging, a checkpoint, a check or a measurement."""
+        intervals = (self.settings.log_every, self.settings.save_every, self.settings.check_every)
+        return bool(self.list_due()) or any(self.is_due(every) for every in intervals if every)
 
     def is_due(self, every: int) -> bool:
         """Return whether this step is a multiple of `every` or the last one."""
         return self.step % every == 0 or self.step == self.settings.steps
 
-    def is_probe_due(self) -> bool:
-        """Return whether there is a probe and it measures after this step."""
-        return self.probe is not None and self.is_due(self.settings.probe_every or self.settings.steps)
+    def list_due(self) -> list[Measurement]:
+        """Return the measurements that are due after this step."""
+        return [m for m in self.measurements if self.is_due(m.every) and (self.step or m.before_training)]
 
     def handle_boundary(self, stop_reason: str | None) -> Outcome | None:
         """Bring the numbers of the steps since the last boundary to the host, and act on them; a collective call.
@@ -203,7 +199,7 @@ class Trainer:
         if not self.monitor.bad_rows:  # a stop may make any boundary one that saves
             bad = bad or find_infinite_weight(self.model, self.step, self.world)
         if not (stop_reason or bad or diverged):
-            lines[-1] |= self.measure(self.is_due(self.settings.eval_every), self.is_probe_due())
+            lines[-1] |= self.measure(self.list_due())
             stop_reason = self.stop.decided
         elif diverged:
             lines[-1]["train/diverged"] = True
@@ -250,17 +246,15 @@ class Trainer:
                 self.metrics.append_event(event)
         return lines
 
-    def measure(self, evaluation: bool, probe: bool) -> Line:
-        """Evaluate and probe the weights as they are, as far as asked for; a collective call.
+    def measure(self, due: Sequence[Measurement]) -> Line:
+        """Return the numbers of these measurements of the weights as they are; a collective call.
 
         A stop ends this early: what is not measured then is owed when the run goes on.
         """
         line: Line = {}
         with self.activity("evaluating"), suppress(StopRequested):
-            if evaluation:
-                line |= self.evaluate()
-            if probe and self.probe:
-                line |= self.probe()
+            for measurement in due:
+                line |= measurement.measure()
         return line
 
     def evaluate(self) -> Line:
@@ -366,12 +360,13 @@ class Trainer:
             if self.metrics:
                 print(f"{error}; going on without this checkpoint", file=sys.stderr, flush=True)
 
-    def resume(self, origin: Path | None = None) -> bool:
-        """Load the newest checkpoint, if there is one, and return whether the run is finished; a collective call.
+    def resume(self, origin: Path | None = None, has_ended: bool = False) -> bool:
+        """Load the newest checkpoint, if there is one, and return whether nothing is left to do; a collective call.
 
         Args:
             origin: a checkpoint of another run, to load where this run has none. It becomes the first checkpoint of
                 this run, which then never depends on the other run again.
+            has_ended: whether the run has finished before, which then owes no measurement but a lost evaluation.
 
         Raises:
             ValueError: the newest checkpoint is of another model or optimizer.
@@ -381,7 +376,8 @@ class Trainer:
             step = self.checkpoints.load(self.list_stateful(), origin)
             self.save(wait=True)
         self.rewind_metrics(-1 if step is None else step)
-        return self.step >= self.settings.steps and not self.find_owed()[1]
+        owed = self.find_owed()[1]
+        return self.step >= self.settings.steps and not ("valid/loss" in owed if has_ended else owed)
 
     def list_stateful(self) -> dict[str, Stateful]:
         """Return all that a checkpoint holds."""

@@ -14,7 +14,7 @@ from muown_train.config.compose import compose_config
 from muown_train.config.run_name import default_run_name
 from muown_train.optim.core.weight_norm import weight_to_direction
 from tests.helpers.ranks import on_ranks
-from tests.helpers.runs import built, losses, metrics, slow_but, trained
+from tests.helpers.runs import built, find_probes, losses, metrics, slow_but, trained
 
 ALL = "probes=[spectral,effective_rank,attention_logits]"
 SOME = (ALL, "probe_every=4", "probes.effective_rank.gradients=2", "probes.attention_logits.rows=4")
@@ -76,7 +76,7 @@ def test_gradients_are_those_that_training_meets_next(corpus, tmp_path):
     run = built(corpus, tmp_path, *SOME, "grad_clip=null")
     run.resume()
     trainer = run.trainer
-    context = trainer.probe.probes["effective_rank"].context
+    context = find_probes(trainer).probes["effective_rank"].context
     for _ in range(2):
         trainer.train_step()
     (found,) = context.compute_minibatch_gradients(1, context.batch_tokens)
@@ -97,7 +97,7 @@ def test_the_effective_rank_is_of_the_gradient_of_R_for_muown(corpus, tmp_path):
     trainer = run.trainer
     for _ in range(3):
         trainer.train_step()
-    context = trainer.probe.probes["effective_rank"].context
+    context = find_probes(trainer).probes["effective_rank"].context
     magnitudes = context.get_magnitudes()
     (gradients,) = context.compute_minibatch_gradients(1, context.batch_tokens)
     run.close()
@@ -122,7 +122,7 @@ def test_switched_on_and_off_on_resume(corpus, tmp_path):
     assert list(probed(run.folder)) == [4, 8, 12]
     assert losses(run.folder) == losses(tmp_path / "whole" / "run")
     off = built(corpus, tmp_path / "through")
-    assert off.resume() and off.trainer.probe is None
+    assert off.resume() and find_probes(off.trainer) is None
     off.close()
     assert list(probed(through.folder)) == [0, 4, 8, 12]
 
@@ -181,7 +181,7 @@ def test_numbers_that_are_none_are_written(corpus, tmp_path):
     run.resume()
     with torch.no_grad():
         run.model.blocks[0].mlp.out.weight[0, 0] = torch.nan
-    numbers = run.trainer.probe()
+    numbers = find_probes(run.trainer)()
     run.close()
     assert str(numbers["spectral/blocks.0.mlp.out.weight/spectral_norm"]) == "nan"
     assert numbers["spectral/blocks.0.mlp.gate_up.weight/spectral_norm"] > 0
@@ -210,7 +210,7 @@ def test_a_probe_that_tries_the_model_compiles_nothing(corpus, tmp_path):
 
 def test_power_iteration_and_quantiles(corpus, tmp_path):
     run = built(corpus, tmp_path, "probes=spectral", "probes.spectral.quantiles=3")
-    numbers, context = run.trainer.probe(), run.trainer.probe.probes["spectral"].context
+    numbers, context = find_probes(run.trainer)(), find_probes(run.trainer).probes["spectral"].context
     run.close()
     name = "blocks.0.mlp.out.weight"
     values = torch.linalg.svdvals(dict(run.model.named_parameters())[name].detach().double())
@@ -252,7 +252,7 @@ def test_the_share_of_negative_magnitudes(corpus, tmp_path, iterations):
     muown = run.trainer.optimizer.optimizers[0]
     muown.state[p] = muown.create_state(p.detach(), muown.param_groups[0])
     muown.state[p]["magnitude"][: 32 + 8] *= -1  # all of q, a quarter of k
-    numbers = run.trainer.probe()
+    numbers = find_probes(run.trainer)()
     run.close()
     assert [numbers[f"spectral/{name}:{block}/negative"] for block in range(3)] == [1, 0.25, 0]
     assert numbers["spectral/blocks.0.mlp.out.weight/negative"] == 0
@@ -260,14 +260,14 @@ def test_the_share_of_negative_magnitudes(corpus, tmp_path, iterations):
 
 def test_only_what_is_reparameterized_has_magnitudes(corpus, tmp_path):
     run = built(corpus, tmp_path, "probes=spectral", "optim=muon")
-    numbers = run.trainer.probe()
+    numbers = find_probes(run.trainer)()
     run.close()
     assert numbers and not any(key.endswith("/negative") for key in numbers)
 
 
 def test_magnitudes_of_a_fused_parameter_divide_with_its_rows(corpus, tmp_path):
     run = built(corpus, tmp_path, *SOME)
-    context = run.trainer.probe.probes["spectral"].context
+    context = find_probes(run.trainer).probes["spectral"].context
     run.close()
     found = context.get_magnitudes()["blocks.0.attention.qkv.weight"]
     assert isinstance(found, Magnitudes) and found.g.shape == (96,)

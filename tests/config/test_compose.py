@@ -14,6 +14,7 @@ from muown_train.config.overrides import quote_text
         ["experiment=1b", "experiment.seeds=[7]", "model.dim=${seq_len}", "tokens=null"],
         ["optim/rest=lion", "optim.rest.lr=1.5", "data=files", "data.train=[/a/b.txt,c.txt]", "hydra.verbose=true"],
         ["probes=[spectral,effective_rank]", "++probes.new={a: {b: 1}}", "~tracking"],
+        ["tracking=[wandb,tensorboard]", "tracking.project=a", "tracking.finish_timeout=5"],
     ],
 )
 def test_values_are_set_as_hydra_sets_them(words):

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 import muown_train
 import muown_train.optim
-from muown_train.config.compose import CONFIG_DIR, load_config
+from muown_train.config.compose import CONFIG_DIR, check_config, compose_config, load_config
 from muown_train.config.instantiate import ALLOWED, bind_target, check_targets
-from muown_train.config.overrides import check_trust
+from muown_train.config.overrides import check_from_command_line
 from muown_train.config.run_name import locate_run_folder
 from muown_train.runs.record import read_run
 from muown_train.runs.saved_run import open_run
@@ -156,12 +156,20 @@ def test_a_strange_target_is_found_wherever_it_is_hidden(tree, path):
 
 
 def test_trust_counts_only_on_the_command_line():
-    check_trust([], ["seed=1"])
-    check_trust(["my.Optimizer"], ["trust=[my.Optimizer]"])
-    check_trust(["b.c"], ["trust=[a]", "seed=1", "trust=[b.c]"])
+    check_from_command_line("trust", [], ["seed=1"])
+    check_from_command_line("trust", ["my.Optimizer"], ["trust=[my.Optimizer]"])
+    check_from_command_line("trust", ["b.c"], ["trust=[a]", "seed=1", "trust=[b.c]"])
     for trust, overrides in ((["os.system"], ["seed=1"]), (["a", "os.system"], ["trust=[a]"]), ([], ["trust=[a]"])):
         with pytest.raises(ValueError, match="trust="):
-            check_trust(trust, overrides)
+            check_from_command_line("trust", trust, overrides)
+
+
+def test_tasks_count_only_on_the_command_line():
+    """A file that a task is described by may name code of its own."""
+    assert load_config(["tasks=[hellaswag,mine/a.yaml]"]).tasks == ["hellaswag", "mine/a.yaml"]
+    composed = compose_config(["tasks=[a.yaml]"])  # as a stranger's experiment may have it
+    with pytest.raises(ValueError, match=r"tasks=\['a\.yaml'\] counts only on the command line"):
+        check_config(composed, {"model": "tiny", "optim": "muown"}, ["seed=1"])
 
 
 def test_no_part_of_the_program_can_load_code_from_a_file():

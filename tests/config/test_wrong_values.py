@@ -155,11 +155,13 @@ def test_numbers_of_thousands_of_digits_are_one_sentence(monkeypatch, word):
     assert status == 2 and said.startswith("error: ") and len(said.splitlines()) == 1 and len(said) < 300
 
 
-@pytest.mark.parametrize("word", ["model=[1]", "model=[]", "data=[stdlib]", "optim/rest=[1]", "probes=[1]"])
+@pytest.mark.parametrize(
+    "word", ["model=[1]", "model=[]", "data=[stdlib]", "optim/rest=[1]", "probes=[1]", "tracking=[1]"]
+)
 def test_a_list_is_no_option_of_a_group(word):
     with pytest.raises(ValueError, match=re.escape(word)):
         load_config([word])
-    check_choices(["probes=[spectral]", "model=tiny,small"])
+    check_choices(["probes=[spectral]", "tracking=[wandb,tensorboard]", "model=tiny,small"])
 
 
 def test_sizes_of_models_that_no_machine_can_hold(monkeypatch):

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from muown_train.cli.summary import generate_sample
 from muown_train.runtime.distributed import World
 from muown_train.runtime.replica_check import find_divergent_ranks
 from muown_train.training.divergence import find_infinite_weight
-from muown_train.training.run import Run
+from muown_train.training.run import Run, generate_sample
 from tests.helpers.ranks import free_port, on_ranks, start_command
 from tests.helpers.runs import SMALL, built, losses, metrics, trained, wait_until
 
@@ -46,7 +45,7 @@ def train(world: World, corpus: Path, out: Path, kinds: tuple[str, ...], names: 
     found = {}
     for name in names:
         for kind in kinds:
-            words = (*COMMON, *RUNS[name], f"parallel={kind}", "sample_tokens=40")
+            words = (*COMMON, *RUNS[name], f"parallel={kind}", "sample_tokens=40", "sample_every=10")
             run = trained(corpus, out / name / kind, *words, world=world)
             found[name, kind] = list_weights(run), generate_sample(run)
             with torch.no_grad():
@@ -97,6 +96,10 @@ def test_only_gains_and_the_norm_of_gradients_are_rounded_otherwise(on_two, name
 def test_every_rank_takes_part_in_a_sample(on_two):
     first, second = on_two[1]
     assert first["unclipped", "fsdp"][1] == second["unclipped", "fsdp"][1] == first["unclipped", "ddp"][1]
+    lines = {kind: metrics(on_two[0] / "unclipped" / kind / "run") for kind in ("ddp", "fsdp")}
+    during = {kind: [(line["step"], line["sample"]) for line in lines[kind] if "sample" in line] for kind in lines}
+    assert [step for step, _ in during["ddp"]] == [10, 20] and during["ddp"] == during["fsdp"]
+    assert during["ddp"][-1][1] == first["unclipped", "ddp"][1]
 
 
 def assert_same_probes(out: Path, kind: str) -> None:

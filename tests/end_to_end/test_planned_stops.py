@@ -16,7 +16,7 @@ from muown_train.config.compose import load_config
 from muown_train.runs.status import Outcome, RepeatedFailure, count_start, forget_starts, lock_folder, read_status
 from tests.cli.test_main import small
 from tests.helpers.ranks import on_ranks, start_command
-from tests.helpers.runs import built, metrics, slow_but, trained, wait_until
+from tests.helpers.runs import built, find_probes, metrics, slow_but, trained, wait_until
 from tests.training.test_trainer import weights
 
 KEYS = ("step", "tokens", "train/loss", "train/grad_norm", "train/lr", "data/hash", "valid/loss", "valid/perplexity")
@@ -96,8 +96,8 @@ def stop_in_a_measurement(run, step, call):
         check()
 
     stop.check = ask
-    if run.trainer.probe:
-        for probe in run.trainer.probe.probes.values():
+    if probes := find_probes(run.trainer):
+        for probe in probes.probes.values():
             probe.context.check_stop = ask
     run.resume()
     outcome = run.train()
@@ -124,11 +124,12 @@ def test_a_stop_ends_an_evaluation_and_the_resume_owes_it(corpus, tmp_path, unin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("probe", ["spectral", "effective_rank"])
-def test_a_stop_ends_a_probe_and_the_resume_owes_it(corpus, tmp_path, probe):
+@pytest.mark.parametrize("probe, step, call", [("spectral", 6, 1), ("effective_rank", 6, 1), ("spectral", 12, 5)])
+def test_a_stop_ends_a_probe_and_the_resume_owes_it(corpus, tmp_path, probe, step, call):
     run = built(corpus, tmp_path, f"probes={probe}", "probe_every=6", "eval_every=12")
-    outcome, calls = stop_in_a_measurement(run, 6, 1)
-    assert outcome == Outcome("stopped", "SIGTERM") and calls == 2
+    outcome, calls = stop_in_a_measurement(run, step, call)
+    assert outcome == Outcome("stopped", "SIGTERM") and calls == call + 1
+    assert "probe/seconds" not in metrics(run.folder)[-1] and ("valid/loss" in metrics(run.folder)[-1]) == (step == 12)
     resumed = trained(corpus, tmp_path, f"probes={probe}", "probe_every=6", "eval_every=12")
     assert [line["step"] for line in metrics(resumed.folder) if "probe/seconds" in line] == [0, 6, 12]
     assert [line["step"] for line in metrics(resumed.folder)] == list(range(13))

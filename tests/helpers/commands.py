@@ -19,7 +19,7 @@ from muown_train.config.compose import load_config
 from muown_train.experiments.grid import load_grid
 from tests.helpers.paths import ROOT
 
-OTHERS = {"ls", "eval", "source", "tail", "pytest", "lm_eval", "mkdocs"}  # programs whose words are not ours
+OTHERS = {"ls", "eval", "printf", "source", "tail", "pytest", "lm_eval", "mkdocs"}  # programs whose words are not ours
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 

@@ -1,4 +1,4 @@
-"""A hub on the loopback: enough of the Hugging Face hub's API for `datasets` to read from it.
+"""A hub on the loopback: enough of the Hugging Face hub's API for `datasets` to read from it, and to push a folder.
 
 Files lie under ROOT/datasets/OWNER/NAME/ and ROOT/models/OWNER/NAME/. Clients find it by the variables of
 `Hub.environment`, which must be set before `datasets` or `huggingface_hub` is imported, so in a subprocess.
@@ -6,6 +6,7 @@ Files lie under ROOT/datasets/OWNER/NAME/ and ROOT/models/OWNER/NAME/. Clients f
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -17,7 +18,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
-API = re.compile(r"/api/(datasets|models)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)/?(.*))?$")
+API = re.compile(
+    r"/api/(datasets|models)/([^/]+/[^/]+)(?:/(revision|tree|paths-info|preupload|commit)/([^/]+)/?(.*))?$"
+)
+LARGE = re.compile(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch$")
 FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
 
 
@@ -37,10 +41,16 @@ class Hub:
     `requests` collects (method, path) of all requests and `served` (path, bytes) of data. `disturb`, a function of the
     path of a data file and the number of requests for data so far, returns the fault of the answer; `next_requests`
     sets it.
+
+    Who writes needs `token`, and the repositories whose owner is in `writable` alone are written. `private` holds what
+    was said of each repository that was made, and `uploads` large files by their SHA-256. Names with `broken` fail.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.token, self.writable = "hf_" + "w" * 30, {"me"}
+        self.private: dict[str, bool] = {}
+        self.uploads: dict[str, bytes] = {}
         self.commit = hashlib.sha1(str(root).encode()).hexdigest()
         self.requests: list[tuple[str, str]] = []
         self.served: list[tuple[str, int]] = []
@@ -104,7 +114,24 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        self._answer(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+        self._answer(self._read_body())
+
+    def do_PUT(self) -> None:
+        body = self._read_body()
+        self.hub.requests.append((self.command, self.path))
+        assert self.path == f"/lfs/{hashlib.sha256(body).hexdigest()}"
+        self.hub.uploads[self.path.rpartition("/")[2]] = body
+        self._json({})
+
+    def _read_body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
 
     def log_message(self, *args: object) -> None:
         pass
@@ -112,8 +139,18 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, body: bytes) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append((self.command, path))
+        if path == "/api/validate-yaml":
+            return self._json({"errors": [], "warnings": []})
+        if path == "/api/repos/create":
+            return self._create(json.loads(body))
+        if match := LARGE.match(path):
+            return self._write(match[1], lambda: self._name_places(json.loads(body)))
         if match := API.match(path):
             kind, repo, what, revision, below = match.groups()
+            if what == "preupload":
+                return self._write(repo, lambda: self._choose_modes(json.loads(body)))
+            if what == "commit":
+                return self._write(repo, lambda: self._commit(repo, body))
             folder = self.hub.root / kind / repo
             if not folder.is_dir():
                 self._error("RepoNotFound")
@@ -138,6 +175,55 @@ class Handler(BaseHTTPRequestHandler):
             self._file(self.hub.root / ("datasets" if kind else "models") / repo, name)
         else:
             self._error("EntryNotFound")
+
+    def _write(self, repo: str, act: Callable[[], dict[str, object]]) -> None:
+        if self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+            return self._send(401, b'{"error": "Invalid username or password."}', {})
+        if "broken" in repo:
+            return self._send(500, b'{"error": "Internal error"}', {})
+        if repo.partition("/")[0] not in self.hub.writable:
+            return self._send(403, b'{"error": "You do not have the rights."}', {})
+        self._json(act())
+
+    def _create(self, wanted: dict[str, object]) -> None:
+        repo = f"{wanted['organization']}/{wanted['name']}"
+        url = {"url": f"{self.hub.url}/{repo}"}
+        if repo in self.hub.private:
+            return self._send(409, json.dumps(url).encode(), {"Content-Type": "application/json"})
+
+        def make() -> dict[str, object]:
+            (self.hub.root / "models" / repo).mkdir(parents=True)
+            self.hub.private[repo] = bool(wanted.get("private")) or wanted.get("visibility") == "private"
+            return dict(url)
+
+        self._write(repo, make)
+
+    def _choose_modes(self, wanted: dict[str, list[dict[str, str]]]) -> dict[str, object]:
+        names = [file["path"] for file in wanted["files"]]
+        modes = ["lfs" if name.endswith(".safetensors") else "regular" for name in names]
+        return {
+            "files": [
+                {"path": name, "uploadMode": mode, "shouldIgnore": False}
+                for name, mode in zip(names, modes, strict=True)
+            ]
+        }
+
+    def _name_places(self, wanted: dict[str, list[dict[str, object]]]) -> dict[str, object]:
+        return {
+            "objects": [
+                file | {"actions": {"upload": {"href": f"{self.hub.url}/lfs/{file['oid']}"}}}
+                for file in wanted["objects"]
+            ]
+        }
+
+    def _commit(self, repo: str, body: bytes) -> dict[str, object]:
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] in ("file", "lfsFile"):
+                is_large = line["key"] == "lfsFile"
+                content = self.hub.uploads[value["oid"]] if is_large else base64.b64decode(value["content"])
+                (self.hub.root / "models" / repo / value["path"]).write_bytes(content)
+        return {"commitUrl": f"{self.hub.url}/{repo}/commit/{self.hub.commit}", "commitOid": self.hub.commit}
 
     def _tree(self, folder: Path, below: str, recursive: bool) -> None:
         start = folder / below

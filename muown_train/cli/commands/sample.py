@@ -3,16 +3,24 @@
 The text goes to standard output, everything else to standard error. A prompt is read as it stands; without one the
 model begins a document. A sample ends where the model ends the document, or after --tokens. The model reads rows as
 long as those it was trained on: once a row is full, it starts anew from the last half of it.
+
+With --interactive each line of standard input is a prompt, until its end. Ctrl-C ends the present sample; a second one
+at once, or while a prompt is awaited, ends the command.
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import count, islice
 
 from muown_train.cli.errors import CommandParser, report_errors
 from muown_train.cli.process import INTERRUPTED, exit_with
 from muown_train.runtime.formatting import escape_controls
+
+TWICE = 2.0  # seconds within which a second Ctrl-C ends an interactive command too
 
 
 def main(words: Sequence[str]) -> None:
@@ -30,7 +38,8 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     """Parse and check the words that follow the command's name."""
     parser = CommandParser(__doc__)
     parser.add_argument("run", metavar="RUN", help="folder of a run, or of one of its checkpoints")
-    parser.add_argument("prompt", nargs="?", default="", help="beginning of the text; - reads standard input")
+    parser.add_argument("prompt", nargs="?", help="beginning of the text; - reads standard input")
+    parser.add_argument("-i", "--interactive", action="store_true", help="ask for prompts, one after the other")
     parser.add_argument("--tokens", type=int, default=200, help="most tokens of a sample (default 200)")
     parser.add_argument("--count", type=int, default=1, help="number of samples (default 1)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
@@ -49,6 +58,8 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     for name in ("tokens", "count"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name} {getattr(arguments, name)} must be 1 or more")
+    if arguments.interactive and arguments.prompt is not None:
+        parser.error("--interactive reads prompts from standard input: leave out the prompt")
     if not 0 <= arguments.seed < 2**63:
         parser.error(f"--seed {arguments.seed} must be from 0 to 2^63 - 1")
     return arguments
@@ -69,23 +80,49 @@ def write_samples(arguments: argparse.Namespace) -> None:
         saved = saved.with_precision(arguments.precision)
     tokenizer = saved.load_tokenizer()
     end = tokenizer.end_of_text
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    ids = tokenizer.encode_batch([prompt])[0].tolist() if prompt else begin_document(tokenizer)
     model = saved.load_model(device)
-    for seed in range(arguments.seed, arguments.seed + arguments.count):
-        if arguments.count > 1:
-            write(f"--- seed {seed} ---\n")
-        write(prompt)
-        drawn: list[int] = []
-        started = time.monotonic()
-        with saved.autocast(device):
-            tokens = stream_tokens(model, ids, arguments.tokens, saved.config.seq_len, sampling, seed, tokenizer.size)
-            for piece in stream_text(tokenizer.decode, take_until(end, tokens, drawn), ids if prompt else ()):
-                write(piece)
-        write("\n")
-        note = ", the document's end" * (drawn[-1] == end)
-        speed = len(drawn) / (time.monotonic() - started)
-        print(f"[{len(drawn)} tokens{note}, {format_speed(speed)}]", file=sys.stderr, flush=True)
+    seeds, interrupted = count(arguments.seed), -math.inf  # the time of the last Ctrl-C
+    for prompt in read_prompts(arguments):
+        ids = tokenizer.encode_batch([prompt])[0].tolist() if prompt else begin_document(tokenizer)
+        try:
+            for seed in islice(seeds, arguments.count):
+                if arguments.count > 1:
+                    write(f"--- seed {seed} ---\n")
+                write(prompt)
+                drawn: list[int] = []
+                started = time.monotonic()
+                with saved.autocast(device):
+                    tokens = stream_tokens(
+                        model, ids, arguments.tokens, saved.config.seq_len, sampling, seed, tokenizer.size
+                    )
+                    for piece in stream_text(tokenizer.decode, take_until(end, tokens, drawn), ids if prompt else ()):
+                        write(piece)
+                write("\n")
+                note = ", the document's end" * (drawn[-1] == end)
+                speed = len(drawn) / (time.monotonic() - started)
+                print(f"[{len(drawn)} tokens{note}, {format_speed(speed)}]", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            before, interrupted = interrupted, time.monotonic()
+            if not arguments.interactive or interrupted - before < TWICE:
+                raise
+            write("\n")
+            print("[interrupted]", file=sys.stderr, flush=True)
+
+
+def read_prompts(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield the prompts: the one that is given, or with --interactive the lines of standard input as they come."""
+    if not arguments.interactive:
+        yield sys.stdin.read() if arguments.prompt == "-" else arguments.prompt or ""
+        return
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # lets `input` edit lines and bring earlier ones back
+        print("each line is a prompt; Ctrl-C ends a sample, Ctrl-D the command", file=sys.stderr, flush=True)
+    mark = "> " if is_terminal and sys.stdout.isatty() else ""  # a file of samples holds nothing else
+    with suppress(EOFError):
+        while True:
+            yield input(mark)
 
 
 def take_until(end: int, tokens: Iterator[int], drawn: list[int]) -> Iterator[int]:

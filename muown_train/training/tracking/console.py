@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from muown_train.runs.metrics import Line
-from muown_train.runtime.formatting import format_duration, format_perplexity, format_speed
+from muown_train.runtime.formatting import escape_controls, format_duration, format_perplexity, format_speed
 from muown_train.runtime.progress import State, StatusLine
 
 # Lines of metrics that have one of these keys are always printed.
-_NEWS = ("valid/loss", "train/skipped_updates", "train/rolled_back", "train/diverged")
+_NEWS = ("valid/loss", "tasks/seconds", "train/skipped_updates", "train/rolled_back", "train/diverged")
 
 
 class ConsoleSink:
@@ -40,6 +40,8 @@ class ConsoleSink:
         for line in lines:
             if _has_news(line):
                 self.status.print(describe_line(line, self.steps, with_time_left=not self.status.is_live))
+            if "sample" in line and line["step"] < self.steps:  # the summary at the end shows the last one
+                self.status.print(format_sample(line["sample"], f" after step {line['step']:,}"))
         last = lines[-1]
         if self.status.is_live:
             self.last = last if "train/loss" in last else self.last
@@ -68,6 +70,15 @@ class ConsoleSink:
         return text, step / self.steps, left
 
 
+def format_sample(text: str, when: str = "") -> str:
+    """Return a sample between two lines that say what it is.
+
+    Args:
+        when: what follows the word "sample" in the first of them.
+    """
+    return escape_controls(f"--- sample{when} ---\n{text}\n--- end of sample ---")
+
+
 def _has_news(line: Line) -> bool:
     return any(key in line for key in _NEWS)
 
@@ -89,6 +100,8 @@ def describe_line(line: Line, steps: int, with_time_left: bool = True) -> str:
     if "valid/loss" in line:
         perplexity = format_perplexity(line["valid/perplexity"])
         parts.append(f"validation loss {line['valid/loss']:.4f} (perplexity {perplexity})")
+    numbers = {key.removeprefix("tasks/"): line[key] for key in line if key.startswith("tasks/")}
+    parts += [f"{name} {value:.4f}" for name, value in numbers.items() if name != "seconds"]
     if not _has_news(line):
         parts += [text(line[key]) for key, text in _FORMATS.items() if key in line]
     if with_time_left and "system/seconds_left" in line:

@@ -13,7 +13,7 @@ from muown_train.training.tracking.async_sink import AsyncSink
 
 
 class TensorBoardSink(AsyncSink):
-    """Writes the numbers of every line to RUN/tensorboard, in the background.
+    """Writes the numbers and samples of every line to RUN/tensorboard, in the background.
 
     Args:
         finish_timeout: the most seconds that the end of a run waits for TensorBoard.
@@ -46,6 +46,8 @@ class _EventFiles:
             for key, value in line.items():
                 if isinstance(value, int | float) and key != "step":
                     self.writer.add_scalar(key, value, self.step)
+                elif key == "sample":
+                    self.writer.add_text(key, f"```\n{value}\n```", self.step)
         self.writer.flush()
 
     def finish(self, summary: Mapping[str, Any]) -> None:

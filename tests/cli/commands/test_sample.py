@@ -1,13 +1,18 @@
 """`muown-train sample` as a user meets it."""
 
 import io
+import re
+import signal
+import subprocess
 import sys
 
 import pytest
 
+from muown_train.cli.commands import sample as command
 from muown_train.cli.commands.sample import main
 from muown_train.models.generate import generate
 from muown_train.runs.saved_run import open_run, write_run
+from tests.helpers.paths import ROOT
 from tests.helpers.runs import trained
 
 
@@ -60,6 +65,95 @@ def test_a_document_ends_where_the_model_ends_it(run, sample, monkeypatch):
     assert next(drawn) == 12
 
 
+WHERE_INTERRUPTED = 7  # tokens
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """A list of samples, counted from 1, that Ctrl-C ends after WHERE_INTERRUPTED tokens."""
+    import muown_train.models.generate as module
+
+    stream, samples, interrupted = module.stream_tokens, [], []
+
+    def stream_until_interrupted(*words, **options):
+        samples.append(1)
+        for i, token in enumerate(stream(*words, **options)):
+            if i == WHERE_INTERRUPTED and len(samples) in interrupted:
+                raise KeyboardInterrupt
+            yield token
+
+    monkeypatch.setattr(module, "stream_tokens", stream_until_interrupted)
+    return interrupted
+
+
+def test_each_line_is_a_prompt_and_each_sample_has_the_next_seed(run, sample, monkeypatch):
+    words = ("--tokens", 20, "--top-k", 50)
+    expected = sample(run.folder, "The", *words, "--seed", 6) + sample(run.folder, *words, "--seed", 7)
+    expected += sample(run.folder, "The", *words, "--seed", 8)
+    for text in ("The\n\nThe\n", "The\n\nThe"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        assert sample(run.folder, "--interactive", *words, "--seed", 6) == expected
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert sample(run.folder, "-i") == ""
+    typed = io.StringIO("The\n\nThe\n")
+    typed.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", typed)
+    assert sample(run.folder, "-i", *words, "--seed", 6) == expected  # a file gets no marks of prompts
+
+
+def test_ctrl_c_ends_the_sample_and_the_next_prompt_is_read(run, sample, monkeypatch, interrupt):
+    words = ("--temperature", 0, "--tokens", 20)
+    whole = sample(run.folder, "The kaban", *words)
+    begun = sample(run.folder, "The kaban", *words[:3], WHERE_INTERRUPTED)
+    interrupt += [3, 5]
+    monkeypatch.setattr(command, "TWICE", 0.0)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("The kaban\n" * 4))
+    assert sample(run.folder, "-i", *words) == begun + whole + begun + whole
+
+
+@pytest.mark.parametrize("words", [["-i"], ["The kaban"]], ids=str)
+def test_a_second_ctrl_c_at_once_ends_the_command(run, sample, monkeypatch, capsys, interrupt, words):
+    interrupt += [1, 2]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("The kaban\n" * 4))
+    with pytest.raises(SystemExit) as stopped:
+        sample(run.folder, *words, "--temperature", 0)
+    said = capsys.readouterr()
+    assert stopped.value.code == 130 and said.err.endswith("\ninterrupted\n")
+    assert said.out.count("The kaban") == 1 + ("-i" in words) == 1 + said.err.count("[interrupted]")
+
+
+def test_ctrl_c_at_a_prompt_ends_the_command(run, sample, monkeypatch):
+    def interrupted(prompt):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        sample(run.folder, "-i")
+    assert stopped.value.code == 130
+
+
+def test_it_answers_a_pipe_line_by_line(run):
+    """Each text is there before the next prompt is written, and a signal ends a text that would take minutes."""
+    words = [sys.executable, "-m", "muown_train", "sample", str(run.folder), "-i", "--temperature", "0"]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True)
+    with subprocess.Popen([*words, "--tokens", "5"], **pipes) as process:
+        for _ in range(2):
+            process.stdin.write("The kaban\n")
+            process.stdin.flush()
+            assert process.stdout.readline().startswith("The kaban")
+            assert re.match(r"\[\d tokens, ", process.stderr.readline())
+        process.stdin.close()
+        assert process.wait(60) == 0
+    with subprocess.Popen([*words, "--tokens", "1000000"], **pipes) as process:
+        process.stdin.write("The kaban\n")
+        process.stdin.flush()
+        assert process.stdout.read(20).startswith("The kaban")
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline() == "[interrupted]\n"
+        process.stdin.close()
+        assert process.wait(60) == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -69,6 +163,7 @@ def test_a_document_ends_where_the_model_ends_it(run, sample, monkeypatch):
         (["RUN", "--top-p", "2"], "top-p 2.0 must be above 0 and at most 1"),
         (["RUN", "--top-k", "0"], "top-k 0 must be at least 1"),
         (["RUN", "--tokens", "0"], "--tokens 0 must be 1 or more"),
+        (["RUN", "The", "-i"], "--interactive reads prompts from standard input: leave out the prompt"),
         (["RUN", "--seed", "-1"], "--seed -1 must be from 0 to 2^63 - 1"),
         (["RUN", "--step", "5"], "has no checkpoint of step 5; there are 12, 8"),
         (["RUN", "--device", "gpu"], "device gpu cannot be used"),

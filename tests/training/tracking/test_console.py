@@ -18,13 +18,24 @@ def test_a_log_has_a_line_now_and_then_and_all_news(capsys):
     sink.write([{"step": 5, "train/loss": 1.0, "train/skipped": True}, {"step": 6, "train/loss": 1.0}])
     sink.write([{"step": 9, "train/loss": math.nan, "train/skipped": True, "train/skipped_updates": 3}])
     sink.write([{"step": 4, "train/loss": 1.0, "train/rolled_back": True}])
+    sink.write([{"step": 5, "train/loss": 1.0, "tasks/words/acc": 0.5, "tasks/seconds": 3.0}])
     out = capsys.readouterr().out.splitlines()
     assert out == [
         "step   2/300  loss 2.0000",
         "step   4/300  loss 1.0000  validation loss 1.2500 (perplexity 3.49)",
         "step   9/300  loss nan  3 STEPS SKIPPED: gradients not finite",
         "step   4/300  loss 1.0000  ROLLED BACK",
+        "step   5/300  loss 1.0000  words/acc 0.5000",
     ]
+
+
+def test_a_sample_is_shown_but_for_the_last_one_which_the_summary_shows(capsys):
+    sink = ConsoleSink(lambda: (0, ""), every=1e9)
+    sink.start(None, {}, 20)
+    for step in (10, 20):
+        sink.write([{"step": step, "train/loss": 3.0, "sample": "def f():\n\x1b[2J"}])
+    expected = "--- sample after step 10 ---\ndef f():\n\\x1b[2J\n--- end of sample ---\n"
+    assert capsys.readouterr().out == expected
 
 
 def test_a_log_says_that_the_model_is_compiled(capsys):

@@ -17,7 +17,9 @@ def record(folder, batches) -> list[str]:
     sink.start(folder, {"optim": {"lr": 0.01}, "hub": {"token": "hf_" + "x" * 30}}, 12)
     for first, last, loss in batches:
         steps = range(first, last + 1)
-        sink.write([{"step": i, "tokens": 8 * i, "train/loss": loss + i, "data/hash": "ab"} for i in steps])
+        lines = [{"step": i, "tokens": 8 * i, "train/loss": loss + i, "data/hash": "ab"} for i in steps]
+        lines[0]["sample"] = f"a sample of {first}"
+        sink.write(lines)
     sink.finish({"valid/loss": 1.0})
     return said
 
@@ -33,6 +35,8 @@ def test_read_back_after_a_restart_and_a_rollback(tmp_path):
     expected = {i: (100 if i < 6 else 200 if i < 9 else 300) + i for i in range(13)}
     assert {event.step: event.value for event in events.Scalars("train/loss")} == expected
     assert len(events.Scalars("train/loss")) == 13
+    samples = {event.step: event.tensor_proto.string_val[0] for event in events.Tensors("sample/text_summary")}
+    assert samples[6] == b"```\na sample of 6\n```"
     config = events.Tensors("config/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert json.loads(config.strip("`\n")) == {"optim": {"lr": 0.01}, "hub": {"token": "***"}}
 
