@@ -5,7 +5,11 @@ import random
 import signal
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("default", deadline=None)  # others may have the cores for a while
+hypothesis.settings.load_profile("default")
 
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, and so do processes that they start
 

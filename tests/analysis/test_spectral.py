@@ -38,7 +38,7 @@ def matrix(shape, seed, scale=1.0):
 
 
 @given(shapes, st.integers(0, 10**6), st.sampled_from([1e-6, 1.0, 1e6]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_proposition_1(shape, seed, scale):
     W = matrix(shape, seed, scale)
     found = compute_spectral_factors(W)

@@ -73,7 +73,7 @@ def test_ranks_do_not_change_the_order(source, size):
 
 
 @SOURCES
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 3, 4]), st.integers(1, 9)), min_size=1, max_size=4))
 def test_resuming_on_other_ranks_does_not_change_the_order(source, legs):
     sizes, steps = [size for size, _ in legs], [count for _, count in legs]

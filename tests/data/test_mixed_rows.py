@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from muown_train.data.hub.streaming import StreamRows
@@ -27,7 +27,6 @@ def token_rows(first=0, count=300):
     return TokenRows(np.arange(first, first + count, dtype=np.uint16), 8, seed=5)
 
 
-@settings(deadline=None)  # another process may have the core
 @given(WEIGHTS, st.integers(0, 2**40))
 def test_every_prefix_has_its_shares(weights, seed):
     mixture = Mixture(weights, seed)
@@ -42,7 +41,6 @@ def test_every_prefix_has_its_shares(weights, seed):
     assert mixture.count(300) == counts
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=7), st.integers(0, 9), st.integers(0, 10**9))
 def test_whole_periods_have_the_exact_shares(weights, seed, periods):
     named = {f"source{k}": weight for k, weight in enumerate(weights)}
@@ -50,7 +48,6 @@ def test_whole_periods_have_the_exact_shares(weights, seed, periods):
     assert counts == {name: periods * weight for name, weight in named.items()}
 
 
-@settings(deadline=None)
 @given(WEIGHTS, st.integers(0, 9), st.integers(0, 10**15))
 def test_a_row_far_on_is_found_at_once(weights, seed, row):
     mixture = Mixture(weights, seed)
@@ -78,7 +75,6 @@ def test_a_seed_gives_the_same_order_for_ever():
 ORDER = "abaabacaababaabacaababaabacaab"
 
 
-@settings(deadline=None)
 @given(st.integers(0, 9), st.lists(st.integers(0, 400), min_size=1, max_size=30))
 def test_rows_are_those_that_each_source_has_by_itself(seed, indices):
     mixture = Mixture({"small": 3, "large": 7}, seed)
@@ -98,7 +94,6 @@ def test_each_source_goes_on_to_its_own_next_epoch():
     assert len({tuple(epoch) for epoch in small.tolist()}) > 1  # shuffled anew
 
 
-@settings(deadline=None)
 @given(st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 3]))
 def test_neither_ranks_nor_batches_change_a_row(size, batches):
     def make():

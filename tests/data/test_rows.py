@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from muown_train.data.rows import BLOCK, TokenRows, permute
 
 
-@settings(deadline=None)
 @given(st.integers(2, 400), st.integers(1, 30), st.integers(0, 5), st.integers(0, 3))
 def test_an_epoch_has_each_token_as_a_target_once(count, seq_len, seed, epoch):
     if count <= seq_len:
@@ -22,7 +21,6 @@ def test_an_epoch_has_each_token_as_a_target_once(count, seq_len, seed, epoch):
     assert count - 1 - rows.rows * seq_len < seq_len
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 500), max_size=12), st.randoms())
 def test_a_row_depends_on_its_number_alone(indices, random):
     tokens = np.random.default_rng(0).integers(0, 60000, 1000).astype(np.uint16)
@@ -54,7 +52,7 @@ def test_ids_above_65536_are_kept():
     assert TokenRows(tokens, 2, 0).take([0]).tolist() == [[70000, 151645, 3]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 60), st.integers(0, 3), st.randoms())
 def test_rows_across_parts_are_those_of_the_concatenation(sizes, seq_len, seed, random):
     ids = np.arange(sum(sizes), dtype=np.uint16)
@@ -87,20 +85,17 @@ def test_no_rows_are_no_error():
 KEYS = st.tuples(st.integers(-(2**70), 2**70), st.integers(0, 10**6))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 3000), KEYS)
 def test_a_permutation_is_bijective(n, key):
     assert sorted(permute(np.arange(n), n, key).tolist()) == list(range(n))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 2**61), KEYS, st.data())
 def test_a_permutation_equals_a_reference_on_python_integers(n, key, data):
     index = data.draw(st.integers(0, n - 1))
     assert int(permute(index, n, key)) == reference(index, n, key)
 
 
-@settings(deadline=None)
 @given(st.integers(2, 2**50), KEYS, st.data())
 def test_an_index_is_sent_the_same_way_alone_and_among_others(n, key, data):
     indices = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20))

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from muown_train.data.text.tokenizer import HubTokenizer
@@ -138,13 +138,11 @@ def tokenizer():
     return HubTokenizer("bpe", train_bpe(lambda: iter(["the cat sat on the mat\n" * 40, "naïve café"])))
 
 
-@settings(deadline=None)
 @given(ids=st.lists(st.integers(1, 256), max_size=20))
 def test_pieces_are_the_text_whatever_the_ids(tokenizer, ids):
     assert "".join(stream_text(tokenizer.decode, iter(ids))) == tokenizer.decode(ids)
 
 
-@settings(deadline=None)
 @given(text=st.text(), split=st.integers(0, 20))
 def test_no_piece_has_half_a_character(tokenizer, text, split):
     ids = tokenizer.encode_batch([text])[0].tolist()

@@ -33,7 +33,7 @@ def gradients(loss, x, weight):
     return torch.autograd.grad(loss, (x, weight))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(rows=st.integers(1, 40), vocab_size=st.integers(1, 30), ignored=st.floats(0, 1), dim=st.integers(1, 50))
 def test_it_equals_the_loss_of_all_logits(rows, vocab_size, ignored, dim):
     x, weight, targets = inputs(rows, vocab_size, dim, torch.float32)

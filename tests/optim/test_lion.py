@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from muown_train.optim import Lion
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.integers(1, 4), max_size=3), st.integers(0, 99), st.floats(0, 0.99), st.floats(0, 0.99),
     st.sampled_from([0.0, 0.5]),

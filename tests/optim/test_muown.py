@@ -72,7 +72,7 @@ def test_naive_reference(shape, weight_decay, magnitude):
     torch.testing.assert_close(optimizer.state[p]["magnitude"], g, rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.integers(2, 7),
     st.integers(2, 7),
@@ -94,7 +94,7 @@ def test_row_norms_are_the_magnitudes(m, n, seed, magnitude, weight_decay):
     assert not torch.allclose(p.detach(), before)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 99), st.floats(1e-2, 1e4))
 def test_the_scale_of_the_loss_does_not_matter(seed, scale):
     a, b = parameter(5, 7, seed), parameter(5, 7, seed)
@@ -104,7 +104,7 @@ def test_the_scale_of_the_loss_does_not_matter(seed, scale):
     torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-7)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 99), st.permutations(range(5)))
 def test_permuting_rows_commutes_with_steps(seed, order):
     a, grads = parameter(5, 7, seed), gradients(5, 5, 7, seed=seed + 1)

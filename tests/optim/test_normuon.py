@@ -71,7 +71,7 @@ def test_naive_normuown(shape):
     torch.testing.assert_close(p.detach(), (g / R.norm(dim=1))[:, None] * R, rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 7), st.integers(1, 7), st.integers(0, 99), st.floats(0, 0.99))
 def test_the_frobenius_norm_stays_and_the_first_rows_are_equal(m, n, seed, beta2):
     O = randn(m, n, seed=seed)  # noqa: E741
@@ -84,7 +84,7 @@ def test_the_frobenius_norm_stays_and_the_first_rows_are_equal(m, n, seed, beta2
     torch.testing.assert_close(v, (1 - beta2) * O.square().mean(1))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.sampled_from([NorMuon, NorMuown]), st.integers(0, 99), st.permutations(range(5)))
 def test_permuting_rows_commutes_with_steps(kind, seed, order):
     p, grads = torch.nn.Parameter(randn(5, 7, seed=seed)), randn(4, 5, 7, seed=seed + 1)

@@ -18,7 +18,7 @@ def run(optimizer, p, grads):
         optimizer.step()
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(2, 6), st.integers(0, 99))
 def test_rotating_a_problem_rotates_its_solution(n, seed):
     # which Adam alone does not do, and SOAP exactly, as long as its eigenbases are unique

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
@@ -52,7 +52,6 @@ leaves = st.one_of(st.integers(), st.none(), st.lists(st.integers(), max_size=2)
 keys = st.text(st.characters(exclude_characters="/"), min_size=1, max_size=3)
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(keys, st.recursive(leaves, lambda inner: st.dictionaries(keys, inner, min_size=1), max_leaves=9))
 )

@@ -286,7 +286,7 @@ def test_a_program_that_ends_while_writing_ends_at_once(tmp_path):
 losses = st.one_of(st.none(), st.sampled_from([math.nan, math.inf, -math.inf]), st.integers(0, 3).map(float))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     saved=st.lists(st.tuples(st.integers(1, 3), losses), min_size=1, max_size=8),
     keep=st.integers(1, 3),

@@ -43,7 +43,7 @@ def test_a_last_line_is_amended(tmp_path):
     assert metrics.read() == [{"step": 0, "a": 1}, {"step": 1, "valid/loss": 2.0}]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_killed_at_any_byte_and_rewound_each_step_is_there_once(data):
     with tempfile.TemporaryDirectory() as name:
@@ -65,7 +65,6 @@ def test_killed_at_any_byte_and_rewound_each_step_is_there_once(data):
         assert steps(metrics.path) == list(range(13))
 
 
-@settings(deadline=None)
 @given(st.integers(0, 400))
 def test_without_a_rewind_only_a_part_of_a_line_is_cut_off(cut):
     with tempfile.TemporaryDirectory() as name:
@@ -132,7 +131,6 @@ class Disk:
         )
 
 
-@settings(deadline=None)
 @given(st.integers(0, 700), st.integers(1, 200))
 def test_a_full_disk_leaves_whole_lines_and_the_others_follow_in_order(room, at_once):
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:

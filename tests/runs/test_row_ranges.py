@@ -181,7 +181,7 @@ def test_any_other_border_is_refused(cut, data, by):
         join_rows(*describe(changed, count))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(cut_tensors(), st.data())
 def test_any_rows_of_files_are_read(tmp_path_factory, cut, data):
     tensors, count = cut

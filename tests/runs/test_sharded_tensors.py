@@ -175,7 +175,7 @@ shapes = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     shapes=st.lists(shapes, min_size=1, max_size=4),
     source=st.sampled_from(WAYS),

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from muown_train.runs.checkpoint import Checkpoints
@@ -39,7 +39,6 @@ def draws() -> dict:
     return {name: draw() for name, draw in DRAWS.items()}
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 3))
 def test_draws_go_on(value, drawn_before):
     seed(value)

@@ -42,7 +42,6 @@ def chunk(request, monkeypatch):
     replica_check._make_weights.cache_clear()
 
 
-@settings(deadline=None)
 @given(tensors())
 def test_equal_bits_have_equal_hashes_whatever_the_strides(p):
     assert hash_of(p) == hash_of(p.clone()) == hash_of(torch.stack([p, p], dim=1)[:, 1])
@@ -52,7 +51,6 @@ def test_equal_bits_have_equal_hashes_whatever_the_strides(p):
 
 @pytest.mark.usefixtures("chunk")
 def test_any_flipped_bit_is_found():
-    @settings(deadline=None)
     @given(tensors(least=1), st.data())
     def found(p, data):
         other = p.clone()
@@ -64,7 +62,6 @@ def test_any_flipped_bit_is_found():
 
 @pytest.mark.usefixtures("chunk")
 def test_any_swap_of_two_elements_is_found():
-    @settings(deadline=None)
     @given(tensors(least=2), st.data())
     def found(p, data):
         i, j = data.draw(st.lists(st.integers(0, len(p) - 1), min_size=2, max_size=2, unique=True))
@@ -77,7 +74,7 @@ def test_any_swap_of_two_elements_is_found():
 
 @pytest.mark.usefixtures("chunk")
 def test_any_other_difference_is_found():
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     @given(dtypes, st.data())
     def found(dtype, data):
         size = BYTES[dtype] * data.draw(st.integers(1, 12))

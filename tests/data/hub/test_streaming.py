@@ -35,7 +35,6 @@ LISTS = st.lists(st.lists(st.text(max_size=12), max_size=4), min_size=1, max_siz
 )
 
 
-@settings(deadline=None)  # threads wait for each other
 @given(LISTS, st.integers(1, 9), st.integers(1, 40))
 def test_rows_are_cut_from_the_documents_end_to_end(files, seq_len, rows):
     stream = Stream(reader(files), range(len(files)), ByteTokenizer(), seq_len)
@@ -44,7 +43,6 @@ def test_rows_are_cut_from_the_documents_end_to_end(files, seq_len, rows):
     assert stream.cursor.position == rows
 
 
-@settings(deadline=None)
 @given(LISTS, st.integers(1, 9), st.integers(0, 40), st.integers(1, 7), st.integers(0, 9))
 def test_a_cursor_is_all_that_a_resume_needs(files, seq_len, rows, window, seed):
     shuffle = Shuffle(window, seed, 3)
@@ -131,7 +129,7 @@ def test_streams_are_dealt_out_in_turn():
         np.testing.assert_array_equal(rows[number::3], reference([FILES[f] for f in files], 10))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 60), max_size=12))
 def test_a_row_depends_on_its_number_alone(indices):
     whole, rows = make().take(range(61)), make()

@@ -1,4 +1,4 @@
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from muown_train.data.text.holdout import is_held_out, split_by_content
@@ -8,7 +8,6 @@ def labelled(documents):
     return list(split_by_content(lambda: iter(documents)))
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(max_size=60), max_size=99))
 def test_of_few_documents_the_last_twentieth_of_the_text_is_held_out(documents):
     pairs = labelled(documents)

@@ -113,12 +113,11 @@ class TestSameIds:
         assert ours(name).backend == "tiktoken"
         assert_same_ids(ours(name), theirs(name), [*ODD_TEXTS, *CHECK_TEXTS])
 
-    @settings(deadline=None)
     @given(texts=st.lists(st.text(), max_size=4))
     def test_any_text(self, name, texts):
         assert_same_ids(ours(name), theirs(name), texts)
 
-    @settings(deadline=None, max_examples=300)
+    @settings(max_examples=300)
     @given(text=st.lists(st.sampled_from(ODD_PIECES), max_size=30).map("".join))
     def test_odd_neighbours(self, name, text):
         assert_same_ids(ours(name), theirs(name), [text])

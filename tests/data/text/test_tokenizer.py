@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from muown_train.data.text import tokenizer as module
@@ -32,7 +32,6 @@ def ids_of(tokenizer, texts):
     return [ids.tolist() for ids in tokenizer.encode_batch(texts)]
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(), max_size=4))
 def test_round_trip(bpe, texts):
     assert [bpe.decode(ids) for ids in bpe.encode_batch(texts)] == texts
@@ -99,7 +98,6 @@ def test_vocabulary_too_small():
     check_vocabulary("neox", 50277, 50277)
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(max_size=50), max_size=20))
 def test_documents_of_a_real_tokenizer_end_with_end_of_text(bpe, texts):
     encoded = list(encode_documents(iter(texts), bpe))

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
@@ -204,7 +204,6 @@ def test_further_axes_and_panels(tmp_path):
     ]
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(1e-5, 0.1), min_size=1, max_size=12))
 @pytest.mark.slow
 def test_labels_of_learning_rates_do_not_touch(rates):

@@ -77,7 +77,7 @@ def test_rows_joined_or_apart_move_the_same(case, elements, late, skipped, monke
 @given(st.integers(1, 60), st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 5), st.booleans())
 @example(6, [3], 4, True)  # two rows are more than six elements
 @example(1, [0, 9], 1, True)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_chunks_hold_all_rows_in_order(most, rows, n, may_cut):
     group = {"params": []}
     batch, start = [], 0

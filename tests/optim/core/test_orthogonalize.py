@@ -91,7 +91,7 @@ def test_svd_of_rank_one_is_the_partial_isometry():
     torch.testing.assert_close(svd(torch.outer(u, v)), expected)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 8), st.integers(1, 8), st.floats(1e-3, 1e6), st.integers(0, 99))
 def test_scale_of_the_input_does_not_matter(m, n, scale, seed):
     X = randn(m, n, seed=seed)

@@ -15,7 +15,7 @@ def parts(seed, *shape):
     return R, g, row_norms(R)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 999), st.integers(1, 6), st.integers(1, 6), st.booleans())
 def test_weight_and_direction_are_inverses(seed, m, n, batched):
     R, g, r = parts(seed, *((3, m, n) if batched else (m, n)))
@@ -24,7 +24,7 @@ def test_weight_and_direction_are_inverses(seed, m, n, batched):
     torch.testing.assert_close(weight_to_direction(W, g, r), R)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 999), st.integers(1, 6), st.integers(1, 6))
 def test_split_gradient_is_the_chain_rule(seed, m, n):
     R, g, r = parts(seed, m, n)

@@ -162,7 +162,7 @@ def test_undisturbed_magnitudes_are_never_taken_from_the_rows(monkeypatch):
     assert torch.equal(*runs)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 6), st.integers(2, 40), st.floats(1e-3, 1e3), st.booleans())
 def test_refresh_row_norms(m, n, factor, negative):
     p = make_parameter(m, n, seed=m * n)

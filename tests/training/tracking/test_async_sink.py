@@ -32,7 +32,7 @@ class Slow:
         self._called("finish", ("finish", dict(summary)))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 5), max_size=12))
 def test_every_line_in_order_then_the_summary_once(batches):
     sink, said = Slow(), []
