@@ -10,7 +10,7 @@ from typing import Any
 
 from muown_train.analysis.context import Magnitudes, ProbeContext
 from muown_train.analysis.scoring import rebuild_data
-from muown_train.data.rows import RowSource
+from muown_train.data.sources import TrainingData
 from muown_train.runs import checkpoint_files as files
 from muown_train.runs.checkpoint_reader import OpenCheckpoint, list_steps
 from muown_train.runs.metrics import encode_line, read_metrics
@@ -31,8 +31,8 @@ def make_context(saved: SavedRun, world: World) -> ProbeContext:
     model, config = saved.load_model(world.device), saved.config
 
     @cache
-    def get_rows() -> RowSource:
-        return rebuild_data(saved, model.vocab_size).train
+    def get_data() -> TrainingData:
+        return rebuild_data(saved, model.vocab_size)
 
     def get_loader_state() -> dict[str, Any]:
         state: dict[str, Any] = {"rows": 0, **unflatten(saved.opened.rest).get("data", {})}
@@ -42,8 +42,9 @@ def make_context(saved: SavedRun, world: World) -> ProbeContext:
         model,
         world,
         lambda: read_magnitudes(saved.opened),
-        get_rows,
+        lambda: get_data().train,
         get_loader_state,
+        lambda: get_data().valid,
         config.seq_len,
         config.batch_tokens,
         config.micro_batch,

@@ -5,18 +5,22 @@ and the hooks of DDP alone, or where ranks hold rows of the model from FSDP2's h
 come from a source of its own; and it uses no random number generator.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from muown_train.analysis.matrices import Matrix, find_matrices, gather_whole
+from muown_train.analysis.validation import iterate_chunks
 from muown_train.data.loader import Loader
 from muown_train.data.rows import RowSource
 from muown_train.models.language_model import LanguageModel
+from muown_train.models.loss import IGNORE
 from muown_train.optim.muown import list_row_norms
 from muown_train.optim.param_groups import canonical_name
 from muown_train.optim.row_shards.placement import is_dtensor
@@ -42,6 +46,7 @@ class ProbeContext:
         get_magnitudes: returns, by canonical name, the magnitudes of the parameters that Muown reparameterizes.
         get_rows: returns the rows of the run, from a source that nothing else reads.
         get_loader_state: returns the state of the run's loader, from which the next minibatches follow.
+        get_valid: returns the token ids (N,) of the validation text.
         batch_tokens: tokens per step over all ranks.
         micro_batch: rows per rank and forward pass.
         autocast: whether forward passes run in bfloat16.
@@ -53,6 +58,7 @@ class ProbeContext:
     get_magnitudes: Callable[[], Mapping[str, Magnitudes]]
     get_rows: Callable[[], RowSource]
     get_loader_state: Callable[[], dict[str, Any]]
+    get_valid: Callable[[], np.ndarray]
     seq_len: int
     batch_tokens: int
     micro_batch: int
@@ -65,9 +71,32 @@ class ProbeContext:
 
     def compute_loss(self, rows: Tensor) -> Tensor:
         """Return the summed loss of rows (B, T+1), in the run's precision."""
+        return self._compute_loss(rows[:, :-1], rows[:, 1:])
+
+    def _compute_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.autocast):
-            loss: Tensor = self.model(rows[:, :-1], rows[:, 1:])
+            loss: Tensor = self.model(inputs, targets)
         return loss
+
+    @torch.no_grad()
+    def measure_losses(self, rows: Tensor, spans: Sequence[slice]) -> list[float]:
+        """Return the mean loss in nats of the targets in each span of a row; NaN where there are none.
+
+        Target i of a row is its token i + 1. The ranks share the rows: this is a collective call.
+
+        Args:
+            rows: (R, T+1) int64, on every rank all of them; `IGNORE` is no target.
+            spans: each with a start and a stop, from 0 to T.
+        """
+        totals = torch.zeros(len(spans), 2, dtype=torch.float64, device=self.world.device)
+        for chunk in iterate_chunks(rows, self.micro_batch, self.world):
+            self.check_stop()
+            chunk = chunk.to(self.world.device)
+            for total, span in zip(totals, spans, strict=True):
+                inputs, targets = chunk[:, : span.stop].clamp(min=0), chunk[:, 1 : span.stop + 1].clone()
+                targets[:, : span.start] = IGNORE
+                total += torch.stack((self._compute_loss(inputs, targets).double(), (targets != IGNORE).sum().double()))
+        return [loss / count if count else math.nan for loss, count in self.world.sum(totals).tolist()]
 
     def iterate_batches(self, count: int, rows: int) -> Iterator[Tensor]:
         """Yield this rank's rows (rows / ranks, T+1) of the next `count` minibatches that the run will train on."""

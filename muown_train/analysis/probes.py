@@ -19,6 +19,7 @@ from muown_train.analysis.spectral import (
     derive_factors,
     estimate_spectral_factors,
 )
+from muown_train.analysis.validation import cut_valid_rows
 from muown_train.config.checks import check_int
 from muown_train.optim.core.weight_norm import split_gradient
 
@@ -160,3 +161,52 @@ class AttentionLogits:
         own = torch.stack(find_largest_logits(self.context, rows)).tolist()
         by_rank = torch.tensor(self.context.world.gather(own))  # (ranks, layers)
         return {str(layer): value for layer, value in enumerate(by_rank.amax(0).tolist())}  # amax keeps a NaN
+
+
+class Copying:
+    """Measures whether the model copies from its context, by induction (Olsson et al. 2022, arXiv 2209.11895).
+
+    On rows of random tokens that come twice, `first_half` and `second_half` are the mean losses of the same targets at
+    their first and their second occurrence. The tokens are the same in every run. Nothing but copying can make the
+    second loss smaller, so that `second_minus_first` is about 0 or above until a model has learned it. On rows of the
+    validation text, `early` and `late` are the mean losses of the first and the last quarter of the positions.
+
+    Args:
+        rows: how many rows of random tokens.
+        tokens: how many tokens of the validation text, from its start.
+
+    Raises:
+        ValueError: a setting is out of range, or rows are too short.
+    """
+
+    def __init__(self, context: ProbeContext, rows: int = 64, tokens: int = 65_536) -> None:
+        self.context = context
+        self.rows, self.tokens = check_int("copying: rows", rows, 1), check_int("copying: tokens", tokens, 1)
+        if context.seq_len < 4:
+            raise ValueError(f"copying: seq_len={context.seq_len} must be 4 or more, for two halves and four quarters")
+
+    def __call__(self) -> Numbers:
+        seq_len = self.context.seq_len
+        random = make_repeated_rows(self.rows, seq_len // 2, self.context.model.vocab_size)
+        half = random.shape[1] // 2
+        # nothing announces the first token of the second half, which is target half - 1
+        first, second = self.context.measure_losses(random, [slice(0, half - 1), slice(half, 2 * half - 1)])
+        text = cut_valid_rows(self.context.get_valid(), self.tokens, seq_len)
+        early, late = self.context.measure_losses(
+            text, [slice(0, seq_len // 4), slice(seq_len - seq_len // 4, seq_len)]
+        )
+        return {
+            "first_half": first,
+            "second_half": second,
+            "second_minus_first": second - first,
+            "early": early,
+            "late": late,
+            "late_minus_early": late - early,
+        }
+
+
+def make_repeated_rows(rows: int, half: int, vocab_size: int) -> Tensor:
+    """Return rows (rows, 2 n) int64 of n different random tokens and the same once more; n is `half` or vocab_size."""
+    generator = torch.Generator().manual_seed(0)  # the generator of training is left alone
+    first = torch.stack([torch.randperm(vocab_size, generator=generator)[:half] for _ in range(rows)])  # (rows, n)
+    return torch.cat((first, first), 1)

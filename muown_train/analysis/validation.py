@@ -23,7 +23,7 @@ def cut_valid_rows(ids: np.ndarray, targets: int, seq_len: int) -> Tensor:
     return flat.unfold(0, seq_len + 1, seq_len)
 
 
-def _iterate_chunks(rows: Tensor, micro_batch: int, world: World) -> Iterator[Tensor]:
+def iterate_chunks(rows: Tensor, micro_batch: int, world: World) -> Iterator[Tensor]:
     """Yield every size-th row in chunks (micro_batch, T+1) of equal shape, as many on every rank.
 
     Chunks are filled up with rows that do not count.
@@ -57,7 +57,7 @@ def evaluate(
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
     model.eval()
     try:
-        for chunk in _iterate_chunks(rows, micro_batch, world):
+        for chunk in iterate_chunks(rows, micro_batch, world):
             check_stop()
             chunk = chunk.to(world.device)
             inputs, wanted = chunk[:, :-1].clamp(min=0), chunk[:, 1:]

@@ -37,6 +37,7 @@ ALLOWED = frozenset(
         "muown_train.training.schedule.power_cooldown",
         "muown_train.training.schedule.wsd",
         "muown_train.analysis.probes.AttentionLogits",
+        "muown_train.analysis.probes.Copying",
         "muown_train.analysis.probes.EffectiveRank",
         "muown_train.analysis.probes.Spectral",
         "muown_train.training.tracking.tensorboard_sink.TensorBoardSink",

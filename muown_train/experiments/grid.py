@@ -4,12 +4,14 @@ The rest of the file is a preset that all runs share: `muown-train experiment=NA
 `paper_exact: true` the runs are those of the paper, and series with `paper_exact=false` are a fair setting beside them.
 The node says which runs there are and what the paper reports about them:
 
-    seeds       the seeds of every setting
+    seeds       the seeds of every setting; a series may have its own
     lr          the values of optim.lr; a series may have its own
-    series      KEY: {label, set: [overrides], panel (of the figure), lr}; each is a curve of the figure
+    series      KEY: {label, set: [overrides], panel (of the figure), lr, seeds}; each is a curve of the figure
     over        {setting: numbers}, a further axis of the grid; the setting cannot be a config group
     report      the figures that the report draws
     quantity    what its tables show: perplexity (default), loss or step_time
+    rate_seed   the seed that chooses the best rate of a setting and enters no mean; without it means choose
+    claims      [{text, lower, higher, lr}]: the series `lower` ends below `higher`, at lr, or each at its best rate
     measure     what `muown-train analyze` measures of finished runs, as its words without the run's folder; a small
                 version of the experiment replaces --steps by --all
     same        settings that a run must share to count although they do not define a run: what it measures, or keeps
@@ -35,10 +37,14 @@ from muown_train.experiments.scale import SCALES, scale_down
 from muown_train.runtime.formatting import format_lr
 from muown_train.runtime.suggest import suggest_nearest
 
-REPORTS = ("rates", "curves", "spectral", "effective_rank", "gradient_noise", "step_time")
+REPORTS = ("rates", "curves", "spectral", "effective_rank", "gradient_noise", "step_time", "copying")
 QUANTITIES = ("perplexity", "loss", "step_time")
-_KEYS = ("seeds", "lr", "series", "over", "report", "quantity", "measure", "same", "gpus", "gpu_hours", "paper")
-_SERIES_KEYS = ("label", "panel", "set", "lr")
+_KEYS = (
+    *("seeds", "lr", "series", "over", "report", "quantity", "rate_seed", "claims", "measure", "same"),
+    *("gpus", "gpu_hours", "paper"),
+)
+_SERIES_KEYS = ("label", "panel", "set", "lr", "seeds")
+_CLAIM_KEYS = ("text", "lower", "higher", "lr")
 # the grid, or the program, decides these settings of every run
 _NOT_FOR_ALL = {
     "seed": "seeds=N takes the first N seeds",
@@ -59,6 +65,17 @@ class Curve:
     panel: str
     overrides: tuple[str, ...]
     lr: tuple[float, ...]
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement that one series ends below another, seed by seed: at a learning rate, or each at its best one."""
+
+    text: str
+    lower: str
+    higher: str
+    lr: float | None
 
 
 @dataclass(frozen=True)
@@ -87,6 +104,8 @@ class Grid:
     gpus: GpuSetup | None  # None means that the runs are for a CPU
     gpu_hours: float | None
     paper: Mapping[str, Mapping[float, PaperValue]]  # keys are series and lr
+    rate_seed: int | None = None
+    claims: tuple[Claim, ...] = ()
     scale: str | None = None
     paper_exact: bool = False  # whether its preset asks for the paper's treatment of fused matrices
 
@@ -102,7 +121,7 @@ class Grid:
 
         Args:
             points: how many learning rates to keep of each curve, evenly spread.
-            seeds: how many seeds to keep, the first ones.
+            seeds: how many seeds to keep of each curve, the first ones.
             series: the keys of the curves to keep.
 
         Raises:
@@ -121,6 +140,7 @@ class Grid:
             curves = tuple(known[key] for key in dict.fromkeys(series))
         if points is not None:
             curves = tuple(replace(curve, lr=pick_evenly(curve.lr, points)) for curve in curves)
+        curves = tuple(replace(curve, seeds=curve.seeds[:seeds]) for curve in curves)
         return replace(self, curves=curves, seeds=self.seeds[:seeds])
 
     def describe_settings(self, points: Iterable["GridPoint"]) -> list[str]:
@@ -163,7 +183,7 @@ class Grid:
             config = compose_config(shared)
             named = [word for _, word in list_naming_overrides([*axis, *overrides])]
             for lr in curve.lr:
-                for seed in self.seeds:
+                for seed in curve.seeds:
                     config.optim.lr, config.seed = lr, seed
                     resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
                     name = make_folder_name([curve.key, *named, f"lr={lr:g}", f"seed={seed}"])
@@ -251,6 +271,7 @@ def _parse_grid(name: str, sentence: str, node: Mapping[str, Any]) -> Grid:
     _check_known([node["report"]], REPORTS, "report=")
     quantity = node.get("quantity", "perplexity")
     _check_known([quantity], QUANTITIES, "quantity=")
+    seeds = _parse_seeds("seeds", node["seeds"])
     curves = []
     for key, fields in node["series"].items():
         _check_known(fields, _SERIES_KEYS, f"series.{key}.")
@@ -258,18 +279,21 @@ def _parse_grid(name: str, sentence: str, node: Mapping[str, Any]) -> Grid:
         if not lr or not all(is_number(value) and value > 0 for value in lr):
             raise ValueError(f"series.{key}.lr={lr!r} must be learning rates")
         rates = tuple(map(float, lr))
-        curves.append(Curve(str(key), fields["label"], fields.get("panel", ""), tuple(fields["set"]), rates))
+        own = _parse_seeds(f"series.{key}.seeds", fields["seeds"]) if "seeds" in fields else seeds
+        curves.append(Curve(str(key), fields["label"], fields.get("panel", ""), tuple(fields["set"]), rates, own))
     over = node.get("over") or {}
     if len(over) > 1:
         raise ValueError(f"over has {len(over)} settings, {', '.join(over)}: it may have one")
     axis, values = next(iter(over.items()), (None, [None]))
     if axis and not all(is_number(value) for value in values):
         raise ValueError(f"over.{axis}={values!r} must be numbers: make a series of each for anything else")
+    if axis and node.get("claims"):
+        raise ValueError(f"claims compare series, and cannot be made with over.{axis}: make a series of each value")
     gpus = node.get("gpus")
     return Grid(
         name,
         sentence,
-        seeds=tuple(check_int("seeds", seed, 0) for seed in node["seeds"]),
+        seeds=seeds,
         curves=tuple(curves),
         over=axis,
         values=tuple(values),
@@ -280,7 +304,26 @@ def _parse_grid(name: str, sentence: str, node: Mapping[str, Any]) -> Grid:
         gpus=GpuSetup(gpus["paper"], gpus["device"], gpus["ranks"]) if gpus else None,
         gpu_hours=node["gpu_hours"] if gpus else None,
         paper=_parse_paper_values(node.get("paper") or {}, curves),
+        rate_seed=check_int("rate_seed", node["rate_seed"], 0) if "rate_seed" in node else None,
+        claims=tuple(_parse_claim(claim, curves) for claim in node.get("claims", [])),
     )
+
+
+def _parse_seeds(key: str, values: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(check_int(key, seed, 0) for seed in values)
+
+
+def _parse_claim(node: Mapping[str, Any], curves: Sequence[Curve]) -> Claim:
+    _check_known(node, _CLAIM_KEYS, "claims.")
+    rates = {curve.key: curve.lr for curve in curves}
+    sides, lr = (node["lower"], node["higher"]), node.get("lr")
+    _check_known(sides, rates, "series of a claim ")
+    for key in sides:
+        if lr is not None and lr not in rates[key]:
+            raise ValueError(
+                f"claims: lr={lr!r} is no learning rate of {key}, which has {', '.join(map(str, rates[key]))}"
+            )
+    return Claim(str(node["text"]), *sides, lr)
 
 
 def _check_known(keys: Iterable[str], known: Iterable[str], prefix: str) -> None:

@@ -269,6 +269,7 @@ def build_probes(
         make_magnitude_reader(trainer.optimizer, model, trainer.world),
         lambda: rows,
         trainer.loader.state_dict,
+        lambda: trainer.valid,
         config.seq_len,
         config.batch_tokens,
         config.micro_batch,

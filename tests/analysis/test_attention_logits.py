@@ -20,7 +20,7 @@ SIZES = {"vocab_size": 31, "layers": 2, "dim": 32, "seq_len": 20}
 
 def context(model, micro_batch=2):
     here = World(0, 1, torch.device("cpu"))
-    return ProbeContext(model, here, dict, list, dict, 20, 40, micro_batch, False)
+    return ProbeContext(model, here, dict, list, dict, list, 20, 40, micro_batch, False)
 
 
 def rows(count=3, length=20, seed=0):

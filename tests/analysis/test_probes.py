@@ -16,8 +16,12 @@ from muown_train.optim.core.weight_norm import weight_to_direction
 from tests.helpers.ranks import on_ranks
 from tests.helpers.runs import built, find_probes, losses, metrics, slow_but, trained
 
-ALL = "probes=[spectral,effective_rank,attention_logits]"
-SOME = (ALL, "probe_every=4", "probes.effective_rank.gradients=2", "probes.attention_logits.rows=4")
+ALL = "probes=[spectral,effective_rank,attention_logits,copying]"
+SOME = (
+    *(ALL, "probe_every=4", "probes.effective_rank.gradients=2", "probes.attention_logits.rows=4"),
+    *("probes.copying.rows=3", "probes.copying.tokens=150"),
+)
+COPYING = {f"copying/{key}" for key in ("first_half", "second_half", "early", "late")}
 
 
 def weights(run):
@@ -148,7 +152,7 @@ def test_killed_between_probes_it_ends_with_the_same_numbers(corpus, tmp_path):
     assert list(one) == list(other)
     for step in one:
         for key, value in one[step].items():
-            if "/" in key and key.split("/")[0] in ("spectral", "effective_rank", "attention_logits"):
+            if key.split("/")[0] in ("spectral", "effective_rank", "attention_logits", "copying"):
                 assert other[step][key] == value, (step, key)
 
 
@@ -170,10 +174,12 @@ def test_two_ranks_sharded(corpus, tmp_path):
             key for key in expected[step] if key.split("/")[0] in ("spectral", "effective_rank")
         }
         for key, value in expected[step].items():
-            if key.startswith(("spectral/", "effective_rank/", "attention_logits/")):
+            if key.startswith(("spectral/", "effective_rank/", "attention_logits/")) or key in COPYING:
                 assert found[step][key] == pytest.approx(value, rel=1e-2), (step, key)
-    first = {key: value for key, value in expected[0].items() if key.startswith(("spectral/", "effective_rank/"))}
-    assert {key: found[0][key] for key in first} == pytest.approx(first, rel=1e-5)
+    measured = ("spectral/", "effective_rank/", "copying/")
+    first = {key: value for key, value in expected[0].items() if key.startswith(measured)}
+    assert first.keys() >= COPYING
+    assert {key: found[0][key] for key in first} == pytest.approx(first, rel=1e-5, abs=1e-6)
 
 
 def test_numbers_that_are_none_are_written(corpus, tmp_path):
@@ -228,6 +234,8 @@ def test_power_iteration_and_quantiles(corpus, tmp_path):
         (["probes=spectral", "probes.spectral.iterations=0"], "spectral: iterations=0 must be a whole number"),
         (["probes=effective_rank", "probes.effective_rank.tokens=100"], "tokens=100 must be a multiple of seq_len=32"),
         (["probes=attention_logits", "probes.attention_logits.rows=0"], "attention_logits: rows=0 must be"),
+        (["probes=copying", "probes.copying.rows=0"], "copying: rows=0 must be a whole number"),
+        (["probes=copying", "seq_len=2"], "copying: seq_len=2 must be 4 or more"),
         (["probe_every=0"], "probe_every=0 must be a whole number"),
     ],
     ids=str,

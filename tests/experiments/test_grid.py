@@ -57,6 +57,12 @@ OURS = {  # runs, and how many of them the experiment shares with that of learni
     "corpus_spectral": (5, 4),
     "corpus_effective_rank": (3, 3),
     "corpus_gradient_noise": (3, 3),
+    "corpus_copying": (2 * 3 * 6 + 2 * 5 + 2 * 3, 2 * 3 * 6),
+    "corpus_width_128": (4 * 5, 0),
+    "corpus_width_128_seeds": (4 * 2 * 4, 0),
+    "corpus_budgets": (2 * 4 * 2, 0),
+    "corpus_budgets_seeds": (2 * 4 * 3, 0),
+    "corpus_width_256": (4 * 3 * 2, 0),
 }
 OF_RANKS = ("replicated", "distributed")
 UPDATES = {"67m": 2542, "124m": 4730, "308m": 11444}

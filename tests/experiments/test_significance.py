@@ -1,13 +1,50 @@
-"""The significance rule with numbers, and `muown-train significance` as a user meets it."""
+"""Differences seed by seed, the rule of Track 3 with numbers, and `muown-train significance` as a user meets it."""
 
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
 from muown_train.cli.commands import significance as command
-from muown_train.experiments.significance import judge_losses
+from muown_train.experiments.significance import _STUDENT_T, PairedDifference, compare_seeds, judge_losses
+
+
+def of(*differences: float) -> PairedDifference:
+    return compare_seeds({seed: 3.0 + each for seed, each in enumerate(differences)}, dict.fromkeys(range(9), 3.0))
+
+
+def test_differences_seed_by_seed_by_hand():
+    found = compare_seeds({0: 3.0, 1: 3.2, 2: 3.1}, {2: 3.25, 0: 3.1, 1: 3.25, 3: 9.0})
+    assert found.n == 3 and found.mean == pytest.approx(-0.1) and found.deviation == pytest.approx(0.05)
+    assert found.interval == pytest.approx((-0.22422, 0.02422), abs=1e-5)  # -0.1 -+ 4.303 0.05 / sqrt(3)
+    assert found.verdict == "undecided"
+    five = of(-0.1, -0.2, -0.1, -0.2, -0.1)
+    assert five.deviation == pytest.approx(math.sqrt(0.012 / 4)) and five.n == 5
+    assert five.interval == pytest.approx((-0.2080, -0.0720), abs=1e-4)  # -0.14 -+ 2.776 0.05477 / sqrt(5)
+    assert five.verdict == "held" and of(0.1, 0.2, 0.1, 0.2, 0.1).verdict == "not held"
+
+
+def test_differences_that_decide_nothing():
+    assert (of(-5.0).interval, of(-5.0).verdict, of(-5.0).n) == (None, "undecided", 1)
+    assert of(-0.1, -0.2, -0.1, math.nan).verdict == "undecided"
+    assert compare_seeds({0: 3.0}, {1: 3.0}) is None
+    found = compare_seeds(dict.fromkeys(range(5), 2.0), dict.fromkeys(range(5), 3.0), diverged=1)
+    assert found.interval == (-1, -1) and found.verdict == "undecided"
+
+
+def test_students_quantiles():
+    """The density of t, summed between the quantiles, is 95 %."""
+    for df, t in enumerate(_STUDENT_T, 1):
+        x = np.linspace(-t, t, 100_001)
+        factor = math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(df * math.pi)
+        density = factor * (1 + x * x / df) ** (-(df + 1) / 2)
+        assert (density[1:] + density[:-1]).sum() * (x[1] - x[0]) / 2 == pytest.approx(0.95, abs=1e-4), df
+    many = compare_seeds({seed: -0.1 - 0.1 * (seed % 2) for seed in range(40)}, dict.fromkeys(range(40), 0.0))
+    half = 2.042 * math.sqrt(40 * 0.05**2 / 39) / math.sqrt(40)
+    assert many.interval == pytest.approx((-0.15 - half, -0.15 + half))
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,11 @@
     spectral           spectral norm, largest row norm and coherence of every matrix and q, k, v block
     effective_rank     normalised effective rank of minibatch gradients: of R for Muown, of W for others
     attention_logits   the largest attention logit of every layer
+    copying            losses on random tokens that come twice, and early and late in rows of the validation text
     gradient_noise     noise terms of Muon and Muown, from two passes over training data; an interrupted
                        measurement continues when the same command is given again
 
-The first three are what `probes=[…]` measures during a run. Results go to RUN/analysis/NAME.jsonl, one line for each
+The first four are what `probes=[…]` measures during a run. Results go to RUN/analysis/NAME.jsonl, one line for each
 checkpoint and settings; a result that is already there is shown and not measured again. Gradients are taken on the
 data that the run was to train on next, gradient noise on the first batches of the run. Under torchrun the ranks share
 the work.
@@ -34,7 +35,12 @@ if TYPE_CHECKING:
     from muown_train.runtime.distributed import World
 
 Option = tuple[str, int | None, str]  # name, default and meaning
-PROBES = ("spectral", "effective_rank", "attention_logits")  # their options are the settings in configs/probes/
+PROBES = (
+    "spectral",
+    "effective_rank",
+    "attention_logits",
+    "copying",
+)  # their options are the settings in configs/probes/
 NOISE_OPTIONS: tuple[Option, ...] = (
     ("batches", None, "how many of the run's first batches to pass over, twice (default: as many as it has steps)"),
     ("save-every", 50, "batches between two saves of the sums so far (default 50)"),
@@ -174,6 +180,7 @@ def measure(
         "spectral": probes.Spectral,
         "effective_rank": probes.EffectiveRank,
         "attention_logits": probes.AttentionLogits,
+        "copying": probes.Copying,
     }
     return classes[kind](context, **settings)()
 
@@ -199,6 +206,8 @@ def format_table(kind: str, numbers: Mapping[str, float]) -> list[str]:
     """Return a short table of a result, in which the matrices of one name in all layers share a row."""
     if kind == "attention_logits":
         return [f"  layer {layer:<3} {value:10.4f}" for layer, value in numbers.items()]
+    if kind == "copying":
+        return [f"  {name.replace('_', ' '):<20}{value:8.4f}" for name, value in numbers.items()]
     rows: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for key, value in numbers.items():
         name, _, quantity = key.partition("/")

@@ -82,6 +82,7 @@ FIGURES: dict[str, dict[str, Callable[[Report, Sequence[Path]], bool]]] = {
     "rates": {"figure": plot_rates},
     "curves": {"figure": plot_curves},
     **{report: figures | {"losses": plot_curves} for report, figures in stat_figures.FIGURES.items()},
+    "copying": {**stat_figures.FIGURES["copying"], "rates": plot_rates, "losses": plot_curves},
 }
 
 

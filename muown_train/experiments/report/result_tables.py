@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from muown_train.experiments.report.results import Report, Result
-from muown_train.experiments.report.tables import Table, mean_and_deviation
+from muown_train.experiments.report.tables import Table
+from muown_train.experiments.significance import PairedDifference, compare_seeds
 from muown_train.runs.record import ABSENT
 from muown_train.runtime.formatting import format_lr
 
@@ -66,18 +67,46 @@ def make_difference_table(report: Report) -> Table:
     It has no lines where no setting has several seeds, or where no other setting has seeds of the first.
     """
     best = [(name, results[i]) for name, results, i in _find_best(report)]
-    head = ["setting", "best learning rate", "difference", "deviation", "seeds"]
+    head = ["setting", "best learning rate", "difference", "deviation", "95 % interval", "seeds"]
     if report.grid.over or not any(len(result.values) > 1 for _, result in best):
         return Table("Differences", head, [])
     (first_name, first), *others = best
     digits, rows = max(report.quantity.digits), []
     for name, result in others:
-        common = [result.by_seed[seed] - value for seed, value in first.by_seed.items() if seed in result.by_seed]
-        if common:
-            mean, deviation = mean_and_deviation(common)
-            shown = ABSENT if deviation is None else f"{deviation:.{digits}f}"
-            rows.append([name, format_lr(result.lr), f"{mean:+z.{digits}f}", shown, str(len(common))])
+        if difference := _compare_results(result, first):
+            deviation = ABSENT if difference.deviation is None else f"{difference.deviation:.{digits}f}"
+            mean, interval, seeds = _format_difference(difference, digits)
+            rows.append([name, format_lr(result.lr), mean, deviation, interval, seeds])
     return Table(f"Differences from {first_name} at {format_lr(first.lr)}, seed by seed", head, rows)
+
+
+def make_claim_table(report: Report) -> Table:
+    """Return a table of the experiment's claims, with the difference of the two settings seed by seed and a verdict."""
+    best = {results[i].curve.key: results[i] for _, results, i in _find_best(report)}
+    at_rate = {(result.curve.key, result.lr): result for result in report.results}
+    digits, rows = max(report.quantity.digits), []
+    for claim in report.grid.claims:
+        sides = claim.lower, claim.higher
+        lower, higher = (best.get(key) if claim.lr is None else at_rate.get((key, claim.lr)) for key in sides)
+        if lower and higher and (difference := _compare_results(lower, higher)):
+            rates = " and ".join(dict.fromkeys((format_lr(lower.lr), format_lr(higher.lr))))
+            rows.append([claim.text, rates, *_format_difference(difference, digits), difference.verdict])
+    return Table("Claims", ["claim", "learning rates", "difference", "95 % interval", "seeds", "verdict"], rows)
+
+
+def _compare_results(lower: Result, higher: Result) -> PairedDifference | None:
+    seeds = [{status.point.seed for status in result.runs} for result in (lower, higher)]
+    diverged = {s.point.seed for s in (*lower.runs, *higher.runs) if s.state == "diverged"} & seeds[0] & seeds[1]
+    return compare_seeds(lower.by_seed, higher.by_seed, len(diverged))
+
+
+def _format_difference(difference: PairedDifference, digits: int) -> tuple[str, str, str]:
+    """Return the mean, the interval and the number of seeds as text."""
+    interval = ABSENT
+    if difference.interval:
+        interval = " to ".join(f"{end:+z.{digits}f}" for end in difference.interval)
+    seeds = f"{difference.n}" + f", {difference.diverged} diverged" * bool(difference.diverged)
+    return f"{difference.mean:+z.{digits}f}", interval, seeds
 
 
 def _find_best(report: Report) -> Iterator[tuple[str, list[Result], int]]:

@@ -45,6 +45,8 @@ class Result:
     runs: tuple[GridPointStatus, ...]
     by_seed: Mapping[int, float]  # the quantity of the runs that are done
     paper: PaperValue
+    choosing: GridPointStatus | None = None  # the run of the grid's rate_seed, which is none of `runs`
+    rate_value: float | None = None  # its quantity, if it is done
 
     @property
     def key(self) -> tuple[str, Any]:
@@ -66,7 +68,12 @@ class Result:
 
     @property
     def score(self) -> float:
-        """The mean, by which the best result is chosen; infinite where a seed diverged, so that no survivor wins."""
+        """The number by which the best result is chosen: that of the grid's rate_seed, or the mean.
+
+        It is infinite where a seed diverged, so that no survivor wins.
+        """
+        if self.choosing:
+            return self.rate_value if self.rate_value is not None and math.isfinite(self.rate_value) else math.inf
         if self.mean is None or not math.isfinite(self.mean) or self.count("diverged"):
             return math.inf
         return self.mean
@@ -160,8 +167,11 @@ def build_report(grid: Grid, statuses: Sequence[GridPointStatus], overrides: Seq
                 number = _QUANTITIES[grid.quantity].measure(status.run)
                 if number is not None:
                     by_seed[status.point.seed] = number
+        choosing = next((status for status in runs if status.point.seed == grid.rate_seed), None)
+        rate_value = by_seed.pop(choosing.point.seed, None) if choosing else None
+        others = tuple(status for status in runs if status is not choosing)
         paper = grid.paper.get(key, {}).get(lr)
-        results.append(Result(runs[0].point.curve, value, lr, tuple(runs), by_seed, paper))
+        results.append(Result(runs[0].point.curve, value, lr, others, by_seed, paper, choosing, rate_value))
     report = Report(grid, tuple(results), (), tuple(word for _, word in list_naming_overrides(overrides)))
     return replace(report, stats=_collect_stats(report)) if grid.report in PROBES else report
 

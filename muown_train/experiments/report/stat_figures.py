@@ -1,4 +1,4 @@
-"""Figures of what is measured besides losses: spectra, effective ranks, gradient noise, step times.
+"""Figures of what is measured besides losses: spectra, effective ranks, gradient noise, step times, copying.
 
 The functions that draw a figure take a file for each format and return whether there was something to draw.
 """
@@ -21,6 +21,9 @@ from muown_train.experiments.report.matrix_stats import (
     list_layers,
 )
 from muown_train.experiments.report.results import Report
+from muown_train.experiments.report.stat_tables import COPYING
+from muown_train.runs.record import RunRecord
+from muown_train.runtime.formatting import format_lr
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -147,6 +150,53 @@ def plot_step_times(report: Report, paths: Sequence[Path]) -> bool:
     return True
 
 
+def plot_copying(report: Report, paths: Sequence[Path]) -> bool:
+    """Draw what copying is worth on random tokens and in text, and the loss, in a column for each learning rate.
+
+    Each run has a line, since a mean over runs of which some copy is the loss of none.
+    """
+    results = [result for result in report.results if any(len(run.series(COPYING)[0]) for run in result.done)]
+    if not results:
+        return False
+    rows = {
+        COPYING: "random tokens:\nsecond - first",
+        "copying/late_minus_early": "text:\nlate - early",
+        "valid/loss": "validation loss",
+    }
+    rates = sorted({result.lr for result in results})
+    names = list(dict.fromkeys(report.names[result.key] for result in results))
+    styles = dict(zip(names, style.choose_styles(names), strict=True))
+    with style.new_figure(_LEGEND + 2.0 * len(rates) + 0.6, 0.6 + 1.4 * len(rows)) as figure:
+        axes = figure.subplots(len(rows), len(rates), sharex=True, sharey="row", squeeze=False)
+        for row, (key, label) in zip(axes, rows.items(), strict=True):
+            row[0].set_ylabel(label)
+            for result in results:
+                panel, look = row[rates.index(result.lr)], styles[report.names[result.key]]
+                for run in result.done:
+                    panel.plot(*run.series(key), linewidth=0.8, color=look["color"], linestyle=look["linestyle"])
+        losses = [loss for result in results for run in result.done for loss in _list_late_losses(run)]
+        axes[-1, 0].set_ylim(min(losses) - 0.05, max(losses) + 0.05)
+        for panel, lr in zip(axes[0], rates, strict=True):
+            panel.set_title(f"lr {format_lr(lr)}")
+        for panel in axes[-1]:
+            style.label_count_axis(panel, "step")
+        lines = [{key: value for key, value in look.items() if key != "marker"} for look in styles.values()]
+        handles = [
+            axes[0, 0].plot([], [], label=style.format_name(name, 26), **look)[0]
+            for name, look in zip(names, lines, strict=True)
+        ]
+        figure.legend(handles=handles, loc="outside right upper", handlelength=3.0)
+        caption = "A line for each run; differences in nats. The losses of the first half may lie above the frame."
+        style.add_caption(figure, caption, report.scale_note)
+        style.save_figure(figure, paths)
+    return True
+
+
+def _list_late_losses(run: RunRecord) -> list[float]:
+    steps, losses = run.series("valid/loss")
+    return [loss for step, loss in zip(steps.tolist(), losses.tolist(), strict=True) if 2 * step >= steps[-1]]
+
+
 def choose_blocks(lines: Sequence[MatrixStats]) -> list[int]:
     """Return the blocks to show one by one: all of up to four, else those at the depths that the paper shows."""
     layers = list_layers(lines)
@@ -234,4 +284,5 @@ FIGURES: dict[str, dict[str, Callable[[Report, Sequence[Path]], bool]]] = {
     "effective_rank": {"figure": plot_effective_rank},
     "gradient_noise": {"figure": plot_noise},
     "step_time": {"figure": plot_step_times},
+    "copying": {"figure": plot_copying},
 }

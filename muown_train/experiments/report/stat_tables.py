@@ -1,4 +1,4 @@
-"""Tables of what is measured besides losses: spectra, effective ranks, gradient noise."""
+"""Tables of what is measured besides losses: spectra, effective ranks, gradient noise, copying."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,8 +15,12 @@ from muown_train.experiments.report.matrix_stats import (
     list_kinds,
 )
 from muown_train.experiments.report.results import Report
-from muown_train.experiments.report.tables import Table
-from muown_train.runs.record import ABSENT
+from muown_train.experiments.report.tables import Table, format_mean
+from muown_train.runs.record import ABSENT, RunRecord
+from muown_train.runtime.formatting import format_lr
+
+COPYING = "copying/second_minus_first"
+COPIES_BELOW = -1.0  # nats; a run whose second loss of random tokens is so far below the first has learned to copy
 
 
 def make_spectral_tables(report: Report) -> list[Table]:
@@ -82,6 +86,37 @@ def make_noise_tables(report: Report) -> list[Table]:
     return [*tables, Table("Gradient noise as the paper compares it: each along its own run", ["step", *ratios], rows)]
 
 
+def make_copying_tables(report: Report) -> list[Table]:
+    """Return for each setting how many of its runs learned to copy, when, and the losses of those and of the others."""
+    digits, measure, rows = report.quantity.digits[0], report.quantity.measure, []
+    for result in report.results:
+        starts = [(run, find_copying(run)) for run in result.done if len(run.series(COPYING)[0])]
+        if not starts:
+            continue
+        steps = [step for _, step in starts if step is not None]
+        losses = [
+            [value for run, step in starts if (step is None) == never and (value := measure(run)) is not None]
+            for never in (False, True)
+        ]
+        median = f"{np.median(steps):,.0f}" if steps else ABSENT
+        cells = (format_mean(values, digits) for values in losses)
+        share = f"{len(steps)} of {len(starts)}"
+        rows.append([report.names[result.key], format_lr(result.lr), share, median, *cells])
+    title = f"Runs that learned to copy: random tokens cost {-COPIES_BELOW:g} nat less the second time, at the end"
+    name = report.grid.quantity
+    head = ["setting", "learning rate", "learned", "from step (median)", f"{name} if so", f"{name} if not"]
+    return [Table(title, head, rows)]
+
+
+def find_copying(run: RunRecord) -> int | None:
+    """Return the step from which on a run copies up to its end, as it was measured; None if it does not in the end."""
+    steps, gains = run.series(COPYING)
+    if not len(steps) or not gains[-1] < COPIES_BELOW:
+        return None
+    before = np.flatnonzero(~(gains < COPIES_BELOW))
+    return int(steps[before[-1] + 1 if len(before) else 0])
+
+
 def _make_kind_table(title: str, stats: Sequence[MatrixStats], format_cell: Callable[[MatrixStats, str], str]) -> Table:
     """Return a table with kinds of matrices down and settings across."""
     head = ["matrix", *(each.label for each in stats)]
@@ -110,4 +145,5 @@ TABLES: dict[str, Callable[[Report], list[Table]]] = {
     "spectral": make_spectral_tables,
     "effective_rank": make_rank_tables,
     "gradient_noise": make_noise_tables,
+    "copying": make_copying_tables,
 }

@@ -14,6 +14,7 @@ from muown_train.experiments.report.matrix_stats import PROBES
 from muown_train.experiments.report.result_tables import (
     list_records,
     make_best_table,
+    make_claim_table,
     make_difference_table,
     make_paper_table,
     make_result_table,
@@ -41,15 +42,24 @@ class ReportWriter:
             tables += TABLES[report.grid.report](report)
         if report.grid.report == "rates":
             tables.append(make_best_table(report))
-        return [table for table in (*tables, make_difference_table(report)) if not table.is_empty]
+        tables += [make_difference_table(report), make_claim_table(report)]
+        return [table for table in tables if not table.is_empty]
 
     def list_notes(self) -> Iterator[str]:
         """Yield sentences that a reader of the numbers must know."""
         grid = self.report.grid
-        statuses = [status for result in self.report.results for status in result.runs]
+        choosing = [result.choosing for result in self.report.results if result.choosing]
+        statuses = [*choosing, *(status for result in self.report.results for status in result.runs)]
         runs = [status.run for status in statuses if status.run]
         yield f"{summarize(statuses)}."
         yield "Means over seeds of runs that are done, with the sample's standard deviation (n - 1)."
+        if choosing:
+            yield f"Best rates are those of seed {grid.rate_seed}, which enters no mean."
+        if grid.claims:
+            yield (
+                "Claims: mean differences, seed by seed, with Student's intervals; held where these are below 0, not "
+                "held where they are above."
+            )
         yield from (f"{line}." for line in grid.describe_settings(status.point for status in statuses))
         devices = sorted({run.device for run in runs if run.device})
         if devices:

@@ -16,7 +16,7 @@ from muown_train.runs.saved_run import open_run, write_run
 from tests.analysis.test_probes import probed
 from tests.helpers.runs import built, trained, wait_until
 
-PROBES = ("probes=[spectral,effective_rank,attention_logits]", "probe_every=4")
+PROBES = ("probes=[spectral,effective_rank,attention_logits,copying]", "probe_every=4")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def results(folder, kind):
     return [json.loads(line) for line in (folder / f"{kind}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["spectral", "effective_rank", "attention_logits"])
+@pytest.mark.parametrize("kind", ["spectral", "effective_rank", "attention_logits", "copying"])
 @pytest.mark.slow
 def test_it_finds_what_the_probe_found(run, analyze, tmp_path, kind):
     said = analyze(kind, run.folder, "--all", "--out", tmp_path)
@@ -49,7 +49,8 @@ def test_it_finds_what_the_probe_found(run, analyze, tmp_path, kind):
         found = {f"{kind}/{key}": value for key, value in line.items()}
         assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-6)
     assert "after step 8" in said and "after step 12" in said
-    assert ("layer 0" if kind == "attention_logits" else "blocks.*.mlp.out.weight") in said
+    shown = {"attention_logits": "layer 0", "copying": "second minus first"}
+    assert shown.get(kind, "blocks.*.mlp.out.weight") in said
 
 
 def test_results_go_to_the_run_and_are_not_made_twice(corpus, tmp_path, analyze):

@@ -178,7 +178,9 @@ def test_differences_are_those_of_seeds(multiseed, tmp_path):
     fill(tmp_path / grid.folder, points, lambda point: ends.get(point.setting[::2], [21.0] * 3)[point.seed])
     made = build_report(grid, read_progress(grid, points, str(tmp_path)))
     assert make_difference_table(made).title == "Differences from Muown at 4e-3, seed by seed"
-    assert make_difference_table(made).rows == [["Muon, weight decay 0", "1e-3", "+0.600", "0.141", "2"]]
+    assert make_difference_table(made).rows == [
+        ["Muon, weight decay 0", "1e-3", "+0.600", "0.141", "-0.671 to +1.871", "2"]  # 0.6 -+ 12.706 0.1414 / sqrt(2)
+    ]
     assert ReportWriter(made).tables[-1] == make_difference_table(made)
 
 
