@@ -35,12 +35,8 @@ if TYPE_CHECKING:
     from muown_train.runtime.distributed import World
 
 Option = tuple[str, int | None, str]  # name, default and meaning
-PROBES = (
-    "spectral",
-    "effective_rank",
-    "attention_logits",
-    "copying",
-)  # their options are the settings in configs/probes/
+# their options are the settings in configs/probes/
+PROBES = ("spectral", "effective_rank", "attention_logits", "copying")
 NOISE_OPTIONS: tuple[Option, ...] = (
     ("batches", None, "how many of the run's first batches to pass over, twice (default: as many as it has steps)"),
     ("save-every", 50, "batches between two saves of the sums so far (default 50)"),
