@@ -9,7 +9,7 @@ from torch import nn
 
 from muown_train.analysis.context import ProbeContext
 from muown_train.analysis.probes import Copying, make_repeated_rows
-from tests.helpers.runs import HERE, built
+from tests.helpers.runs import HERE, built, find_probes
 
 VOCABULARY = 50
 
@@ -79,7 +79,7 @@ def test_against_losses_of_single_rows(corpus, tmp_path):
     run.resume()
     for _ in range(3):
         run.trainer.train_step()
-    found = run.trainer.probe()
+    found = find_probes(run.trainer)()
     valid = torch.as_tensor(run.data.valid[:151].astype("int64"))
     run.close()
 
@@ -105,6 +105,6 @@ def test_against_losses_of_single_rows(corpus, tmp_path):
 
 def test_a_text_too_short_for_late_positions(corpus, tmp_path):
     run = built(corpus, tmp_path, "probes=copying", "probes.copying.tokens=20")
-    found = run.trainer.probe()
+    found = find_probes(run.trainer)()
     run.close()
     assert found["copying/early"] > 0 and math.isnan(found["copying/late"])
