@@ -1,5 +1,6 @@
 """The notebooks in examples/ run from start to end, and keep small outputs, of the same kinds as those of a new run."""
 
+import itertools
 import json
 
 import pytest
@@ -13,9 +14,10 @@ every_notebook = pytest.mark.parametrize(
 
 
 def list_outputs(cells):
-    """Return the kinds of content that each cell of code shows, in order."""
+    """Return the kinds of content that each cell of code shows, in order; a text may come in several pieces."""
     outputs = [cell["outputs"] for cell in cells if cell["cell_type"] == "code"]
-    return [[kind for output in of_cell for kind in output.get("data", [output["output_type"]])] for of_cell in outputs]
+    kinds = [[kind for output in own for kind in output.get("data", [output["output_type"]])] for own in outputs]
+    return [[kind for kind, _ in itertools.groupby(own)] for own in kinds]
 
 
 @pytest.mark.slow
