@@ -13,7 +13,7 @@ import yaml
 from muown_train.cli.main import COMMANDS
 from muown_train.config.compose import CONFIG_DIR
 from tests.cli.test_main import call
-from tests.helpers.commands import check_command
+from tests.helpers.commands import check_command, put_programs_on_path
 from tests.helpers.documents import LANGUAGES, PAGES, Block, list_anchors, make_slug, read_blocks, split_commands
 from tests.helpers.paths import ROOT
 
@@ -25,11 +25,6 @@ every_file = pytest.mark.parametrize(
     "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.stem
 )
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-WRAPPERS = {
-    "muown-train": 'exec {python} -P -c "from muown_train.cli.main import run; run()" "$@"',
-    "python": 'exec {python} "$@"',
-    "torchrun": 'exec {python} -m torch.distributed.run "$@"',
-}
 
 
 def run_python(block: Block, names: dict) -> None:
@@ -107,15 +102,9 @@ def test_an_error_that_it_shows_is_what_is_said(page, monkeypatch, tmp_path):
     ids=lambda page: page.stem,
 )
 def test_what_it_shows_really_runs(page, monkeypatch, tmp_path, tmp_path_factory, capsys):
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name, line in WRAPPERS.items():
-        (programs / name).write_text(f"#!/bin/sh\n{line.format(python=sys.executable)}\n")
-        (programs / name).chmod(0o755)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or tmp_path_factory.getbasetemp().parent) / "docs"
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))  # shared, since the tokenizer of the default data takes seconds
-    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    put_programs_on_path(monkeypatch, tmp_path / "bin")
     folder = tmp_path / "work"
     folder.mkdir()
     for name in ("scripts", "examples", "docs", "configs"):
@@ -180,7 +169,7 @@ def test_an_anchor_is_the_same_on_the_site(page):
 @every_file
 def test_every_file_it_names_is_there(page):
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
-    for name in re.findall(r"(?<![\w./])\w+/[\w/]*\w\.(?:py|sbatch|yaml|sh|md)\b", page.read_text()):
+    for name in re.findall(r"(?<![\w./])\w+/[\w/]*\w\.(?:py|ipynb|sbatch|yaml|sh|md)\b", page.read_text()):
         first = name.split("/")[0]
         if name == "data/cached_fineweb10B.py" or "NAME" in name:  # another project's, and a name to fill in
             continue

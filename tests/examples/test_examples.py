@@ -1,6 +1,7 @@
-"""Every file in examples/ runs, and a run that is stopped and continued ends with the same weights, bit for bit."""
+"""Every program in examples/ runs, and a run that is stopped and continued ends with the same weights, bit for bit."""
 
 import importlib.util
+import re
 
 import pytest
 import torch
@@ -11,13 +12,15 @@ from tests.helpers.ranks import on_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-CASES = {  # what the file imports, the words that say how long it trains, half and whole, and further words
-    "cnn": ([], "--steps", 5, 10, []),
-    "hf_trainer": (["accelerate", "transformers"], "--steps", 10, 20, []),
-    "hf_trainer with LoRA": (["accelerate", "peft", "transformers"], "--steps", 10, 20, ["--lora"]),
-    "accelerate_loop": (["accelerate", "transformers"], "--epochs", 1, 2, []),
-    "lightning_finetuning": (["lightning"], "--epochs", 2, 3, []),
-    "lightning_finetuning before it unfreezes": (["lightning"], "--epochs", 1, 3, []),
+EXAMPLES = ROOT / "examples"
+CASES = {  # what the file imports, the words that say how long it trains, half and whole
+    "muown_in_a_plain_loop": ([], "--steps", 5, 10),
+    "resnet": ([], "--steps", 5, 10),
+    "lora": (["peft", "transformers"], "--steps", 10, 20),
+    "with_hf_trainer": (["accelerate", "transformers"], "--steps", 10, 20),
+    "with_accelerate": (["accelerate", "transformers"], "--epochs", 1, 2),
+    "with_lightning": (["lightning"], "--epochs", 2, 3),
+    "with_lightning before it unfreezes": (["lightning"], "--epochs", 1, 3),
 }
 
 
@@ -26,7 +29,7 @@ SHARDED = ["fsdp2", "torchtitan_loop"]  # run by torchrun
 
 def run(name, out, *words):
     """Return the weights and buffers at the end of an example, which is run in this process."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     model = example.main(["--out", str(out), *map(str, words)])
@@ -39,17 +42,17 @@ def get_whole(value):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_stopped_run_is_continued_exactly(case, tmp_path, capsys):
-    libraries, key, half, whole, words = CASES[case]
+    libraries, key, half, whole = CASES[case]
     for library in libraries:
         pytest.importorskip(library)
-    if case == "accelerate_loop":
+    if case == "with_accelerate":
         pytest.importorskip("transformers", minversion="5")  # in earlier ones Mixtral's experts are modules
     name = case.split()[0]
-    straight = run(name, tmp_path / "straight", *words, key, whole)
+    straight = run(name, tmp_path / "straight", key, whole)
     assert "parameters" in capsys.readouterr().out  # the table of where each parameter goes
-    stopped = run(name, tmp_path / "stopped", *words, key, half)
+    stopped = run(name, tmp_path / "stopped", key, half)
     torch.manual_seed(9)  # what a new process has instead
-    continued = run(name, tmp_path / "stopped", *words, key, whole)
+    continued = run(name, tmp_path / "stopped", key, whole)
     assert straight.keys() == continued.keys()
     assert [key for key in straight if not torch.equal(straight[key], continued[key])] == []
     assert any(not torch.equal(stopped[key], continued[key]) for key in straight)
@@ -73,5 +76,11 @@ def test_a_stopped_run_of_sharded_parameters_is_continued_exactly(name, tmp_path
             torch.testing.assert_close(sharded[key], value, rtol=0, atol=1e-3)
 
 
-def test_every_example_is_run():
-    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*SHARDED, *(case.split()[0] for case in CASES)}
+def test_the_page_lists_every_example():
+    rows = re.findall(r"(?m)^\| `([\w./]+)` \|", (ROOT / "docs" / "own-training-code.md").read_text())
+    files = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb", ".sh")}
+    assert sorted(rows) == sorted({*files, "add_an_optimizer/"})
+
+
+def test_every_program_is_run():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHARDED, *(case.split()[0] for case in CASES)}

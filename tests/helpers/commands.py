@@ -1,7 +1,11 @@
-"""Check a command of a page without running it: programs, files, flags and settings must exist and compose."""
+"""The commands of pages and examples: check one without running it, or run the programs of this clone.
+
+Programs, files, flags and settings of a command must exist and compose.
+"""
 
 import argparse
 import itertools
+import os
 import re
 import runpy
 import signal
@@ -21,6 +25,23 @@ from tests.helpers.paths import ROOT
 
 OTHERS = {"ls", "eval", "printf", "source", "tail", "pytest", "lm_eval", "mkdocs"}  # programs whose words are not ours
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+_PROGRAMS = {
+    "muown-train": 'exec {python} -P -c "from muown_train.cli.main import run; run()" "$@"',
+    "python": 'exec {python} "$@"',
+    "torchrun": 'exec {python} -m torch.distributed.run "$@"',
+}
+
+
+def put_programs_on_path(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let `muown-train`, `python` and `torchrun` be this clone's and this Python's in processes that a test starts."""
+    folder.mkdir()
+    for name, line in _PROGRAMS.items():
+        (folder / name).write_text(f"#!/bin/sh\n{line.format(python=sys.executable)}\n")
+        (folder / name).chmod(0o755)
+    patch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    patch.setenv("PYTHONPATH", str(ROOT))
 
 
 class Parsed(BaseException):

@@ -1,4 +1,4 @@
-"""slurm/train.sbatch and slurm/sweep.sbatch on a real cluster of two nodes."""
+"""slurm/train.sbatch, slurm/sweep.sbatch and the example of a job on a real cluster of two nodes."""
 
 import json
 import re
@@ -57,6 +57,13 @@ def trains(job: Job, step: int, folder: Path | None = None) -> None:
         return (folder / "metrics.jsonl").exists() and any(line["step"] >= step for line in metrics(folder))
 
     wait_for(reached, 200, job.told)
+
+
+def test_the_shortest_job_trains_on_two_nodes(cluster, corpus, tmp_path):
+    job = cluster.sbatch(tmp_path / "log", "examples/slurm_two_nodes.sh", *places(corpus, tmp_path))
+    job.wait("COMPLETED")
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["ranks"] == 2
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(13))
 
 
 def test_a_signal_before_the_time_limit_saves_and_requeues(train, tmp_path, uninterrupted):

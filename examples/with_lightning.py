@@ -1,7 +1,7 @@
 """Lightning with Muown: a callback unfreezes the backbone of a conv net later, and the run can be resumed.
 
-    python examples/lightning_finetuning.py --out runs/lightning               # 3 epochs
-    python examples/lightning_finetuning.py --out runs/lightning --epochs 6    # 3 more: it continues from last.ckpt
+    python examples/with_lightning.py --out runs/lightning               # 3 epochs
+    python examples/with_lightning.py --out runs/lightning --epochs 6    # 3 more: it continues from last.ckpt
 
 It prints where each parameter goes at the start and after unfreezing, and the loss of each epoch. The backbone is
 random here; yours would be pretrained. The images are stripes in one of four directions, made here.

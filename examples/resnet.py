@@ -1,7 +1,7 @@
 """A ResNet-18 in plain PyTorch: its convolutions go to Muown as matrices.
 
-    python examples/cnn.py --out runs/cnn              # 40 steps
-    python examples/cnn.py --out runs/cnn --steps 80   # 40 more: it continues from the checkpoint
+    python examples/resnet.py --out runs/resnet              # 40 steps
+    python examples/resnet.py --out runs/resnet --steps 80   # 40 more: it continues from the checkpoint
 
 It prints where each parameter goes, then the loss every ten steps. The images are stripes in one of four directions,
 made here; `--width 64` is the full ResNet-18 of 11M parameters.
@@ -60,7 +60,7 @@ def draw_batch(step, size=16, pixels=32):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/cnn"))
+    parser.add_argument("--out", type=Path, default=Path("runs/resnet"))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--width", type=int, default=8)
     args = parser.parse_args(argv)

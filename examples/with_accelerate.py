@@ -1,8 +1,8 @@
 """A loop with Hugging Face's accelerate: a small Mixtral of random weights learns a text, byte by byte.
 
-    python examples/accelerate_loop.py --out runs/accelerate               # 2 epochs
-    python examples/accelerate_loop.py --out runs/accelerate --epochs 4    # 2 more: it continues from the last state
-    accelerate launch examples/accelerate_loop.py --out runs/accelerate    # the same under accelerate's launcher
+    python examples/with_accelerate.py --out runs/accelerate               # 2 epochs
+    python examples/with_accelerate.py --out runs/accelerate --epochs 4    # 2 more: it continues from the last state
+    accelerate launch examples/with_accelerate.py --out runs/accelerate    # the same under accelerate's launcher
 
 It prints where each parameter goes, then the loss of each epoch. The matrices of the experts, stored as
 (experts, out, in), go to Muown one by one.

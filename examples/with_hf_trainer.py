@@ -1,8 +1,7 @@
 """Hugging Face's Trainer with Muown: a small GPT-2 of random weights learns a text, byte by byte.
 
-    python examples/hf_trainer.py --out runs/trainer               # 40 steps
-    python examples/hf_trainer.py --out runs/trainer --steps 80    # 40 more: it continues from the last checkpoint
-    python examples/hf_trainer.py --out runs/lora --lora           # trains LoRA adapters alone
+    python examples/with_hf_trainer.py --out runs/trainer               # 40 steps
+    python examples/with_hf_trainer.py --out runs/trainer --steps 80    # 40 more: it continues from the last checkpoint
 
 It prints where each parameter goes, then Trainer's lines, such as {'loss': '5.2', 'learning_rate': '0.005', ...}. The
 text is that of a module of Python; `--text FILE` takes another one.
@@ -45,28 +44,16 @@ def build_model(width=64, layers=2):
     return model
 
 
-def add_lora(model):
-    import peft
-
-    config = peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, config)
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/trainer"))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--text", type=Path, default=Path(argparse.__file__))
-    parser.add_argument("--lora", action="store_true")
     args = parser.parse_args(argv)
 
     model = build_model()
-    if args.lora:
-        model = add_lora(model)
     matrix, rest = param_groups(model)
-    # LoRA's B is zero at the start: zero_rows is the norm that its rows have from the first step on
-    muown = Muown(matrix, lr=LR, zero_rows=LR if args.lora else "error")
-    optimizer = Combined(muown, torch.optim.AdamW(rest, lr=LR, weight_decay=0.0))
+    optimizer = Combined(Muown(matrix, lr=LR), torch.optim.AdamW(rest, lr=LR, weight_decay=0.0))
     scheduler = transformers.get_constant_schedule_with_warmup(optimizer, num_warmup_steps=10)
     print(describe(optimizer))
 
