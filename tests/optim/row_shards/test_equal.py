@@ -22,6 +22,7 @@ from tests.optim.row_shards.cases import (
     take_step,
 )
 
+LONG = pytest.mark.long
 ZEROS = {"zero_rows": 0.5, "change": set_rows_to_zero}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adam": (Muown, {}),
@@ -66,7 +67,7 @@ def test_a_few_cases_equal_one_process():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "hsdp"), [(1, False), (2, False), (3, False), (4, False), (4, True)])
+@pytest.mark.parametrize(("size", "hsdp"), [(1, False), (2, False), pytest.param(3, False, marks=LONG), (4, False), (4, True)])
 def test_every_case_equals_one_process(size, hsdp):
     for found in on_ranks(size, find_differences, hsdp, list(CASES)):
         assert found == {}
@@ -113,7 +114,7 @@ def draw_models(world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=LONG), 4])
 def test_any_shapes_and_blocks_equal_one_process(size):
     assert min(on_ranks(size, draw_models)) >= 50
 
