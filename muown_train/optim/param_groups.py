@@ -64,8 +64,8 @@ def parameter_roles(model: nn.Module, conv: Literal["matrix"] | None = None) -> 
     The first of these rules that applies decides. A parameter used in several places counts once, with all its places.
 
     1. Parameters of 0 and 1 dimensions are vectors.
-    2. Weights of nn.Embedding are embeddings, tied or not, and so are the tables of PEFT that hold a vector for each
-       token (`lora_embedding_A`, `trainable_tokens_delta`).
+    2. Weights of nn.Embedding and nn.EmbeddingBag are embeddings, tied or not, and so are the tables of PEFT that hold
+       a vector for each token (`lora_embedding_A`, `trainable_tokens_delta`).
     3. A `role` that the module declares is taken. For the role "matrix" rules 5 to 7 say how it is stored.
     4. Weights of output layers are heads. If the model has `get_output_embeddings()` and it returns a module, these are
        the weights inside it. Otherwise, if the model has a `base_model_prefix` as those of transformers have, these are
@@ -159,6 +159,9 @@ class _Problem(ValueError):
         self.fault, self.advice = fault, advice
 
 
+DECLARATIONS = ("role", "row_blocks", "layout", "transposed")  # attributes of modules
+
+
 class _Place(NamedTuple):
     """A module that holds a parameter, and the parameter's name in it."""
 
@@ -181,7 +184,7 @@ class _Reader(NamedTuple):
             raise _Problem(f"{name}: its module declares role {declared!r}, not one of {', '.join(get_args(Role))}")
         if parameter.ndim < 2:
             return ParamRole("vector")
-        if any(isinstance(module, nn.Embedding) or module in self.token_tables for module in modules):
+        if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) or module in self.token_tables for module in modules):
             return ParamRole("embedding")
         if declared is None and not self.heads.isdisjoint(modules):
             return ParamRole("head")
@@ -214,12 +217,14 @@ def _read_roles(
     """Return the canonical name, the parameter and its role for all wanted parameters, in the model's order."""
     check_choice("conv", conv, (None, "matrix"))
     places: dict[nn.Parameter, list[_Place]] = {}
-    for module in model.modules():
-        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+    problems: list[_Problem] = []
+    for module_name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        for key, parameter in own.items():
             places.setdefault(parameter, []).append(_Place(module, key))
+        problems += _find_misspelt(module_name or "the model", module, own)
     reader = _Reader(find_head_modules(model), find_token_tables(model), conv)
     result: dict[str, tuple[str, nn.Parameter, ParamRole]] = {}
-    problems: list[_Problem] = []
     for full_name, parameter in model.named_parameters():
         if not is_wanted(parameter):
             continue
@@ -289,6 +294,22 @@ def _read_matrix(name: str, parameter: nn.Parameter, places: list[_Place], layou
     except ValueError as error:
         raise _Problem(str(error)) from None
     return ParamRole("matrix", None if blocks is None else tuple(blocks), layout, transposed)
+
+
+def _find_misspelt(name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> list[_Problem]:
+    """Return a problem for each declaration of a module by names of parameters, if it names one that it does not hold.
+
+    A module without parameters may have attributes of these names for purposes of its own.
+    """
+    declared = {attribute: getattr(module, attribute, None) for attribute in DECLARATIONS if own}
+    return [
+        _Problem(
+            f"{name} declares {attribute} of {', '.join(map(repr, unknown))}, and "
+            f"its own parameters are {', '.join(own)}"
+        )
+        for attribute, value in declared.items()
+        if isinstance(value, dict) and (unknown := [key for key in value if key not in own])
+    ]
 
 
 def _get_declared(name: str, attribute: str, places: list[_Place]) -> Any:

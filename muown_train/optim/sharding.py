@@ -38,6 +38,7 @@ from .core.loading import SHARE, match_by_name
 from .core.names import describe_parameter, list_options
 from .core.orthogonalize import count_flops
 from .row_shards.balance import balance_costs
+from .row_shards.placement import is_dtensor
 from .soap import count_flops as count_soap_flops
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -130,6 +131,11 @@ def gather_state_dict(optimizer: Optimizer, to: int = 0) -> dict[str, Any] | Non
     """
     sharding: _Sharding | None = vars(optimizer).get("_sharding")
     if sharding is None:
+        if any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                "the parameters are DTensors, which shard() does not shard: torch.distributed.checkpoint's "
+                "get_state_dict with StateDictOptions(full_state_dict=True) gathers their state"
+            )
         raise ValueError("the optimizer is not sharded: its state_dict() is the whole")
     own = optimizer.state_dict()
     share = {i: {key: _move_to_cpu(value) for key, value in state.items()} for i, state in own["state"].items()}
@@ -320,7 +326,8 @@ def _check_shardable(optimizer: Optimizer, parts: list[Optimizer]) -> None:
     spans = []
     for name, p, _ in chain.from_iterable(map(_iterate_named, parts)):
         if type(p.detach()) is not Tensor:
-            raise ValueError(f"{name} must be a plain tensor, got {type(p.detach()).__name__}")
+            hint = ", which is sharded already and needs no shard()" if is_dtensor(p) else ""
+            raise ValueError(f"{name} must be a plain tensor, got {type(p.detach()).__name__}{hint}")
         if p.numel():
             spans.append((str(p.device), p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name))
     for (device, _, end, name), (other_device, start, _, other) in pairwise(sorted(spans)):

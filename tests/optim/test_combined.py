@@ -598,3 +598,13 @@ def test_a_part_that_refuses_its_state_leaves_the_other_parts_as_they_were():
     for part, states in zip(one.optimizers, state, strict=True):
         for now, then in zip(part.state.values(), states.values(), strict=True):
             assert all(torch.equal(now[key], then[key]) for key in then)
+
+
+def test_what_is_no_optimizer_and_no_group_is_refused():
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.randn(2, 2))])
+    with pytest.raises(TypeError, match="Combined takes optimizers, one after the other, got list"):
+        Combined([optimizer])
+    combined = Combined(optimizer)
+    with pytest.raises(TypeError, match="a group must be a dictionary, got list"):
+        combined.add_param_group([torch.nn.Parameter(torch.randn(2))])
+    assert len(combined.param_groups) == 1

@@ -232,6 +232,29 @@ def test_a_module_declares_how_its_parameters_are_stored():
     assert matrix[0]["blocks"] is None
 
 
+@pytest.mark.parametrize("attribute, value", [("role", "vector"), ("row_blocks", (2, 2)), ("layout", "conv")])
+def test_a_declaration_names_parameters_that_the_module_holds(attribute, value):
+    model = nn.Sequential(nn.MultiheadAttention(4, 1))
+    setattr(model[0], attribute, {"in_proj": value})
+    setattr(model, attribute, {"a name for a purpose of its own": value})  # it holds no parameters
+    with pytest.raises(ValueError, match=f"0 declares {attribute} of 'in_proj', .* are in_proj_weight, in_proj_bias"):
+        param_groups(model)
+
+
+def test_a_dictionary_declares_parameters_of_one_module():
+    attention = nn.MultiheadAttention(4, 1)
+    attention.row_blocks = {"in_proj_weight": (4, 4, 4)}
+    attention.positions = nn.Parameter(torch.randn(3, 4))
+    attention.role = {"positions": "vector"}
+    matrix, rest = param_groups(attention)
+    assert [group.get("blocks") for group in matrix] == [(4, 4, 4), None]
+    assert "positions" in [name for group in rest for name, _ in group["params"]]
+
+
+def test_a_bag_of_embeddings_is_an_embedding():
+    assert parameter_roles(nn.EmbeddingBag(5, 3))["weight"].role == "embedding"
+
+
 def test_errors_of_declarations_come_together():
     model = Experts()
     model.layout, model.transposed = {"up": "expert", "down": "experts", "up_bias": "experts"}, {"down": "yes"}

@@ -31,6 +31,7 @@ class Combined(torch.optim.Optimizer):
     `cycle_momentum=False`.
 
     Raises:
+        TypeError: if a part is no optimizer.
         ValueError: if there are no parts, or if two groups own a parameter.
     """
 
@@ -39,6 +40,9 @@ class Combined(torch.optim.Optimizer):
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         if not optimizers:
             raise ValueError("Combined needs at least one optimizer")
+        for optimizer in optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise TypeError(f"Combined takes optimizers, one after the other, got {type(optimizer).__name__}")
         for optimizer in optimizers:
             optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -117,9 +121,12 @@ class Combined(torch.optim.Optimizer):
         Groups with and without names of parameters may stand side by side.
 
         Raises:
+            TypeError: if the group is no dictionary.
             ValueError: if a parameter is in a group already, or if the part refuses the group; nothing has changed
                 then.
         """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"a group must be a dictionary, got {type(param_group).__name__}")
         self._groups.add(param_group)
 
     def state_dict(self) -> dict[str, Any]:

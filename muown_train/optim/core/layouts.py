@@ -78,9 +78,10 @@ def check_layout(name: str, W: Tensor, group: Group, kind: str) -> None:
         W = create_meta_whole(W)
     layout = group["layout"]
     if layout is None and W.ndim != 2:
+        advice = 'or its group layout="conv" or layout="experts"' if W.ndim > 2 else "as param_groups(model) does"
         raise ValueError(
             f"{name}: {kind} takes 2-D parameters, got {W.ndim}-D, shape {tuple(W.shape)}: give it to another "
-            'optimizer, or its group layout="conv" or layout="experts"'
+            f"optimizer, {advice}"
         )
     if layout == "conv" and (W.ndim < 3 or group["transposed"]):
         raise ValueError(

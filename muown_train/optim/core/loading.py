@@ -43,9 +43,11 @@ def match_by_name(own: list[Group], state_dict: StateDict) -> StateDict:
         check_group_sizes(own, saved)
         return state_dict
     ids = dict(zip(saved_names, saved_ids, strict=True))
-    for holder, missing in (("the saved optimizer", set(names) - set(ids)), ("this optimizer", set(ids) - set(names))):
-        if missing:
-            raise ValueError(f"{holder} does not have parameter {min(missing)!r}, which the other one has")
+    sides = ("the saved optimizer", set(ids)), ("this optimizer", set(names))
+    for (holder, held), (other, others) in (sides, sides[::-1]):
+        if missing := others - held:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ValueError(f"{holder} does not have parameter {min(missing)!r}{more}, which {other} has")
     groups = []
     for j, group in enumerate(own):
         members = [ids[name] for name in _list_names(group)]

@@ -67,7 +67,9 @@ def test_a_few_cases_equal_one_process():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "hsdp"), [(1, False), (2, False), pytest.param(3, False, marks=LONG), (4, False), (4, True)])
+@pytest.mark.parametrize(
+    ("size", "hsdp"), [(1, False), (2, False), pytest.param(3, False, marks=LONG), (4, False), (4, True)]
+)
 def test_every_case_equals_one_process(size, hsdp):
     for found in on_ranks(size, find_differences, hsdp, list(CASES)):
         assert found == {}
