@@ -299,8 +299,10 @@ def test_what_cannot_be_is_one_sentence(runs, tmp_path, monkeypatch, capsys, wor
 @pytest.mark.slow
 def test_what_is_no_run_is_passed_over(runs, tmp_path, monkeypatch, capsys):
     (runs / "notes.txt").write_text("")
+    (runs / "multirun.yaml").write_text("")  # Hydra's, of a sweep
     assert called(monkeypatch, tmp_path, "runs/*", "--out", "here") is None
-    assert "passed over: runs/notes.txt is no folder" in capsys.readouterr().err
+    passed_over = capsys.readouterr().err
+    assert "passed over: runs/notes.txt is no folder" in passed_over and "multirun" not in passed_over
     assert (tmp_path / "here" / "compare.png").read_bytes()[:4] == b"\x89PNG"
 
 

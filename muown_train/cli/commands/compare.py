@@ -54,7 +54,7 @@ def find_paths(words: Iterable[str]) -> list[Path]:
         matches = matches or find_archived_runs(word)
         if not matches:
             raise ValueError(f"there is no folder {word}: give those of runs, such as runs/NAME or 'runs/*'")
-        paths += matches
+        paths += [path for path in matches if path.name != "multirun.yaml"]  # a sweep's, beside its runs
     return paths
 
 
