@@ -29,10 +29,12 @@ class Way(NamedTuple):
 @contextmanager
 def fake_rank(rank: int, size: int) -> Iterator[None]:
     """Make this process one of several ranks, whose collectives return at once, in which nothing arrives."""
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.distributed.tensor import DTensor, debug
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    _clear_sharding_prop_cache()  # it holds meshes of the ranks before
+    # what is cached holds meshes of the ranks before; torch 2.9 has no function that clears it
+    in_python = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
+    getattr(debug, "_clear_sharding_prop_cache", in_python)()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield

@@ -144,7 +144,7 @@ def test_an_experiment_has_the_records_settings(optim, scale):
     resolved = OmegaConf.to_container(config, resolve=True)
     optimizer = build_optimizer(resolved["optim"], bind_target(resolved["model"], "model")())
     matrices, rest = optimizer.optimizers
-    assert [(g["lr"], g["betas"], g["weight_decay"]) for g in rest.param_groups] == [(0.01, (0.9, 0.95), 0.0)]
+    assert [(g["lr"], tuple(g["betas"]), g["weight_decay"]) for g in rest.param_groups] == [(0.01, (0.9, 0.95), 0.0)]
     for group in matrices.param_groups:
         assert group["lr"] == 0.01 and (group["weight_decay"], group["momentum"], group["nesterov"]) == (0, 0.95, True)
         longest = [128, 128, 128] if group["blocks"] else [128, 512, 512]

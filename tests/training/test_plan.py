@@ -231,7 +231,8 @@ def test_flops_per_token_is_what_torch_counts(name):
     # plain attention: torch counts its products, 2 forward and 4 backward, over all pairs
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(ids, ids).backward()
-    assert counter.get_total_flops() == model.flops_per_token() * rows * T
+    # some versions of transformers compute angles of positions by a tiny product
+    assert counter.get_total_flops() == pytest.approx(model.flops_per_token() * rows * T, rel=2e-5)
 
 
 @pytest.mark.parametrize(
