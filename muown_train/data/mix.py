@@ -148,9 +148,14 @@ def _share_valid_tokens(weights: Mapping[str, float], tokens: int) -> dict[str, 
 
 def _make_source(name: str, maker: Callable[..., TrainingData], run: RunInfo) -> TrainingData:
     try:
-        return maker(run=replace(run, progress=lambda line: run.progress(f"data.sources.{name}: {line}")))
+        return maker(run=replace(run, progress=partial(_report, run.progress, name)))
     except ValueError as error:
         raise ValueError(f"data.sources.{name}: {error}") from error
+
+
+def _report(progress: Callable[[str], None], name: str, line: str) -> None:
+    """Report a line of a source; streams keep this function, and copies of them are made by pickling."""
+    progress(f"data.sources.{name}: {line}")
 
 
 def _join_held_out(parts: Sequence[np.ndarray]) -> np.ndarray:
