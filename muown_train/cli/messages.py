@@ -98,11 +98,12 @@ def explain_error(error: BaseException, overrides: Sequence[str]) -> str:
     Args:
         overrides: the `key=value` words that were given, among which the cause may stand.
     """
-    sentence = None
-    with suppress(Exception):  # these read configuration files, which may not be possible any more
-        sentence = _explain_override(overrides) or _explain_key(str(error), overrides)
+    sentence, may_open_files = None, not lacks_descriptors()
+    if may_open_files:  # Python 3.13 passes over folders of configuration files that it cannot read
+        with suppress(Exception):
+            sentence = _explain_override(overrides) or _explain_key(str(error), overrides)
     sentence = sentence or _explain_exception(error)
-    if lacks_descriptors():  # a file that cannot be opened may have passed for one that is not there
+    if not may_open_files:  # a file that cannot be opened may have passed for one that is not there
         sentence += " (this process may open no more files: see `ulimit -n`)"
     sentence = escape_controls(redact(sentence))
     return re.sub(r"\w{200,}", lambda word: f"{word[0][:40]}… ({len(word[0])} characters)", sentence)
