@@ -15,8 +15,9 @@ set -euo pipefail
 if [ -f .venv/bin/activate ]; then
     source .venv/bin/activate
 fi
-export MASTER_ADDR=$HOSTNAME         # this script runs on the first node
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+MASTER_ADDR=$(hostname)              # this script runs on the first node
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+export MASTER_ADDR MASTER_PORT
 # shellcheck disable=SC2016          # each task expands its own variables
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c '
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
