@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from muown_train.analysis.matrices import Matrix, find_matrices, gather_whole
-from muown_train.analysis.validation import iterate_chunks
+from muown_train.analysis.validation import sum_losses
 from muown_train.data.loader import Loader
 from muown_train.data.rows import RowSource
 from muown_train.models.language_model import LanguageModel
-from muown_train.models.loss import IGNORE
 from muown_train.optim.muown import list_row_norms
 from muown_train.optim.param_groups import canonical_name
 from muown_train.optim.row_shards.placement import is_dtensor
@@ -78,25 +77,13 @@ class ProbeContext:
             loss: Tensor = self.model(inputs, targets)
         return loss
 
-    @torch.no_grad()
     def measure_losses(self, rows: Tensor, spans: Sequence[slice]) -> list[float]:
         """Return the mean loss in nats of the targets in each span of a row; NaN where there are none.
 
-        Target i of a row is its token i + 1. The ranks share the rows: this is a collective call.
-
-        Args:
-            rows: (R, T+1) int64, on every rank all of them; `IGNORE` is no target.
-            spans: each with a start and a stop, from 0 to T.
+        This is a collective call; see `sum_losses`.
         """
-        totals = torch.zeros(len(spans), 2, dtype=torch.float64, device=self.world.device)
-        for chunk in iterate_chunks(rows, self.micro_batch, self.world):
-            self.check_stop()
-            chunk = chunk.to(self.world.device)
-            for total, span in zip(totals, spans, strict=True):
-                inputs, targets = chunk[:, : span.stop].clamp(min=0), chunk[:, 1 : span.stop + 1].clone()
-                targets[:, : span.start] = IGNORE
-                total += torch.stack((self._compute_loss(inputs, targets).double(), (targets != IGNORE).sum().double()))
-        return [loss / count if count else math.nan for loss, count in self.world.sum(totals).tolist()]
+        sums = sum_losses(self._compute_loss, rows, spans, self.micro_batch, self.world, self.check_stop)
+        return [loss / count if count else math.nan for loss, count in sums]
 
     def iterate_batches(self, count: int, rows: int) -> Iterator[Tensor]:
         """Yield this rank's rows (rows / ranks, T+1) of the next `count` minibatches that the run will train on."""

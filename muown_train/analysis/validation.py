@@ -1,7 +1,7 @@
 """Validation loss, exact: the same tokens whatever the ranks and micro-batch, and a token-weighted mean."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ def cut_valid_rows(ids: np.ndarray, targets: int, seq_len: int) -> Tensor:
     return flat.unfold(0, seq_len + 1, seq_len)
 
 
-def iterate_chunks(rows: Tensor, micro_batch: int, world: World) -> Iterator[Tensor]:
+def _iterate_chunks(rows: Tensor, micro_batch: int, world: World) -> Iterator[Tensor]:
     """Yield every size-th row in chunks (micro_batch, T+1) of equal shape, as many on every rank.
 
     Chunks are filled up with rows that do not count.
@@ -36,6 +36,35 @@ def iterate_chunks(rows: Tensor, micro_batch: int, world: World) -> Iterator[Ten
 
 
 @torch.no_grad()
+def sum_losses(
+    compute_loss: Callable[[Tensor, Tensor], Tensor],
+    rows: Tensor,
+    spans: Sequence[slice],
+    micro_batch: int,
+    world: World,
+    check_stop: Callable[[], None],
+) -> list[tuple[float, int]]:
+    """Return the summed loss of the targets in each span of a row, and their number; a collective call.
+
+    Target i of a row is its token i + 1. The ranks share the rows.
+
+    Args:
+        compute_loss: of inputs (B, T) and targets (B, T), the loss summed over targets that are not `IGNORE`.
+        rows: (R, T+1) int64, on every rank all of them; `IGNORE` is no target.
+        spans: each with a start and a stop, from 0 to T.
+        check_stop: is called before each micro-batch, equally often on every rank; what it raises ends the call.
+    """
+    totals = torch.zeros(len(spans), 2, dtype=torch.float64, device=world.device)
+    for chunk in _iterate_chunks(rows, micro_batch, world):
+        check_stop()
+        chunk = chunk.to(world.device)
+        for total, span in zip(totals, spans, strict=True):
+            inputs, targets = chunk[:, : span.stop].clamp(min=0), chunk[:, 1 : span.stop + 1].clone()
+            targets[:, : span.start] = IGNORE
+            total += torch.stack((compute_loss(inputs, targets).double(), (targets != IGNORE).sum().double()))
+    return [(loss, int(count)) for loss, count in world.sum(totals).tolist()]
+
+
 def evaluate(
     model: nn.Module,
     ids: np.ndarray,
@@ -54,18 +83,12 @@ def evaluate(
         check_stop: is called before each micro-batch, equally often on every rank; what it raises ends the evaluation.
     """
     rows = cut_valid_rows(ids, targets, seq_len)
-    total = torch.zeros(2, dtype=torch.float64, device=world.device)
     model.eval()
     try:
-        for chunk in iterate_chunks(rows, micro_batch, world):
-            check_stop()
-            chunk = chunk.to(world.device)
-            inputs, wanted = chunk[:, :-1].clamp(min=0), chunk[:, 1:]
-            total += torch.stack((model(inputs, wanted).double(), (wanted != IGNORE).sum().double()))
+        ((loss, count),) = sum_losses(model, rows, [slice(0, seq_len)], micro_batch, world, check_stop)
     finally:
         model.train()
-    loss, count = world.sum(total).tolist()
-    return loss / count, int(count)
+    return loss / count, count
 
 
 def compute_perplexity(loss: float) -> float:
