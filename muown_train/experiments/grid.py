@@ -93,7 +93,6 @@ class Grid:
 
     name: str
     sentence: str
-    seeds: tuple[int, ...]
     curves: tuple[Curve, ...]
     over: str | None  # the setting of the further axis
     values: tuple[Any, ...]  # the values of that setting; (None,) without a further axis
@@ -108,6 +107,11 @@ class Grid:
     claims: tuple[Claim, ...] = ()
     scale: str | None = None
     paper_exact: bool = False  # whether its preset asks for the paper's treatment of fused matrices
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds of all curves."""
+        return tuple(dict.fromkeys(seed for curve in self.curves for seed in curve.seeds))
 
     @property
     def folder(self) -> str:
@@ -141,7 +145,7 @@ class Grid:
         if points is not None:
             curves = tuple(replace(curve, lr=pick_evenly(curve.lr, points)) for curve in curves)
         curves = tuple(replace(curve, seeds=curve.seeds[:seeds]) for curve in curves)
-        return replace(self, curves=curves, seeds=self.seeds[:seeds])
+        return replace(self, curves=curves)
 
     def describe_settings(self, points: Iterable["GridPoint"]) -> list[str]:
         """Return lines that say which curves have the paper's setting and which take q, k and v apart.
@@ -293,7 +297,6 @@ def _parse_grid(name: str, sentence: str, node: Mapping[str, Any]) -> Grid:
     return Grid(
         name,
         sentence,
-        seeds=seeds,
         curves=tuple(curves),
         over=axis,
         values=tuple(values),

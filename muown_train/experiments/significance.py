@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from muown_train.experiments.report.tables import mean_and_deviation
 from muown_train.runs.record import RunRecord, read_run
 
 TARGET, MARGIN = 3.28, 0.004
@@ -67,12 +68,7 @@ def compare_seeds(
 ) -> PairedDifference | None:
     """Return the difference lower - higher of numbers by seed; None where no seed has both."""
     differences = [value - higher[seed] for seed, value in lower.items() if seed in higher]
-    if not differences:
-        return None
-    n = len(differences)
-    mean = math.fsum(differences) / n
-    deviation = math.sqrt(math.fsum((each - mean) ** 2 for each in differences) / (n - 1)) if n > 1 else None
-    return PairedDifference(mean, deviation, n, diverged)
+    return PairedDifference(*mean_and_deviation(differences), len(differences), diverged) if differences else None
 
 
 @dataclass(frozen=True)
