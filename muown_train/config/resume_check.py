@@ -12,7 +12,8 @@ from muown_train.runtime.redaction import redact_tree
 
 # entries of a run's data metadata that tell its data from others
 DATA_IDENTITY = (
-    *("mixture", "content", "tokenizer_hash", "end_of_text", "special_tokens", "bos", "revision", "held_out_content"),
+    *("mixture", "content", "tokenizer_hash", "end_of_text"),
+    *("special_tokens", "bos", "revision", "held_out_content"),
 )
 # dotted keys of the configuration that must stay as they were
 _FIXED = (

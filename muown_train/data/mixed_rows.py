@@ -102,7 +102,7 @@ class MixedRows(RowSource):
     def __init__(self, sources: Mapping[str, RowSource], mixture: Mixture) -> None:
         self.seq_len = next(iter(sources.values())).seq_len
         self._sources = dict(sources)
-        self._mixture = mixture
+        self.mixture = mixture
         self._loaded: dict[str, Any] = {}  # states of the sources as they were loaded
         self._begin = 0  # the first row of the run after that state
         self._end = 0  # one more than the largest row taken
@@ -111,7 +111,7 @@ class MixedRows(RowSource):
         result = np.empty((len(indices), self.seq_len + 1), dtype=np.int32)
         drawn: dict[str, tuple[list[int], list[int]]] = {}  # name -> places in the result, rows of the source
         for place, index in enumerate(map(int, indices)):
-            name, row = self._mixture.locate(index)
+            name, row = self.mixture.locate(index)
             places, rows = drawn.setdefault(name, ([], []))
             places.append(place)
             rows.append(row)
@@ -121,7 +121,7 @@ class MixedRows(RowSource):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        first, end = self._mixture.count(self._begin), self._mixture.count(self._end)
+        first, end = self.mixture.count(self._begin), self.mixture.count(self._end)
         states = {}
         for name, rows in self._sources.items():
             state = rows.state_dict()
@@ -136,7 +136,7 @@ class MixedRows(RowSource):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loaded = state.get("sources", {})
         self._begin = self._end = state.get("rows", 0)
-        counts = self._mixture.count(self._begin)
+        counts = self.mixture.count(self._begin)
         for name, rows in self._sources.items():
             rows.load_state_dict({"rows": counts[name], **self._loaded.get(name, {})})
 
@@ -145,10 +145,6 @@ class MixedRows(RowSource):
         for rows in self._sources.values():
             if isinstance(rows, Closable):
                 rows.close()
-
-    def count_rows(self, rows: int) -> dict[str, int]:
-        """Return how many of the first `rows` rows of the run are of each source."""
-        return self._mixture.count(rows)
 
     def replace_sources(self, function: Callable[[RowSource], RowSource]) -> MixedRows:
         """Return the same mixture of what `function` makes of each source."""
@@ -170,4 +166,4 @@ def describe_draws(rows: RowSource, count: int) -> dict[str, Any]:
     """Return how many tokens a run of `count` rows draws from each source, for its manifest; {} if there is no mix."""
     if not isinstance(rows, MixedRows):
         return {}
-    return {"drawn_tokens": {name: drawn * rows.seq_len for name, drawn in rows.count_rows(count).items()}}
+    return {"drawn_tokens": {name: drawn * rows.seq_len for name, drawn in rows.mixture.count(count).items()}}

@@ -134,16 +134,21 @@ def test_the_hash_is_the_sum_of_the_hashes_of_rows_and_places():
     assert batch.tokens.dtype == torch.int64 and batch.tokens.shape == (BATCH, 9)
 
 
+def state_after(rows_by_rank, steps, state):
+    """The union of the states of all ranks after that many further batches."""
+    loaders = [Loader(rows, 10, rank, len(rows_by_rank), prefetch=0) for rank, rows in enumerate(rows_by_rank)]
+    for loader in loaders:
+        if state:
+            loader.load_state_dict(state)
+        for _ in range(steps):
+            next(loader)
+    return union(loader.state_dict() for loader in loaders)
+
+
 def test_no_rank_keeps_old_cursors_of_streams_that_another_reads():
     state = None
     for size, steps in [(1, 3), (5, 1), (1, 40), (5, 60)]:
-        loaders = [Loader(stream_rows(), 10, rank, size, prefetch=0) for rank in range(size)]
-        for loader in loaders:
-            if state:
-                loader.load_state_dict(state)
-            for _ in range(steps):
-                next(loader)
-        state = union(loader.state_dict() for loader in loaders)
+        state = state_after([stream_rows() for _ in range(size)], steps, state)
         positions = [state["streams"][str(number)]["position"] for number in range(5)]
         assert positions == [state["rows"] // 5] * 5
 
@@ -154,13 +159,7 @@ def test_no_rank_keeps_old_cursors_of_a_mix(weights):
     mixture, state = Mixture(weights, seed=0), None
     for size, steps in [(1, 3), (2, 40), (2, 40)]:
         sources = [{name: stream_rows() for name in weights} for _ in range(size)]
-        loaders = [Loader(MixedRows(own, mixture), 10, rank, size, prefetch=0) for rank, own in enumerate(sources)]
-        for loader in loaders:
-            if state:
-                loader.load_state_dict(state)
-            for _ in range(steps):
-                next(loader)
-        state = union(loader.state_dict() for loader in loaders)
+        state = state_after([MixedRows(own, mixture) for own in sources], steps, state)
         for name, rows in mixture.count(state["rows"]).items():
             streams = state["sources"][name]["streams"]
             for number in range(5):
