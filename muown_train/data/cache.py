@@ -15,6 +15,8 @@ from muown_train.runtime.atomic_files import clear_path, parse_json, sync_to_dis
 
 CHECKED = 1 << 27  # bytes up to which a file is read and hashed at each start; of a larger one only the size is checked
 WAIT = 3.0  # seconds before a process says that it waits for another
+CACHE_TAG = "CACHEDIR.TAG"  # marks a folder of prepared files, as on https://bford.info/cachedir
+SIGNATURE = "Signature: 8a477f597d28d172789f06886806bc55\n"
 
 
 def locate_cache(configured: str | None) -> Path:
@@ -80,6 +82,7 @@ def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> Any:
     partial = clear_path(folder.with_name(folder.name + ".partial"))
     partial.mkdir()
     try:
+        (partial / CACHE_TAG).write_text(SIGNATURE)
         index = build(partial)
         index["files"] = {path.name: _describe(path) for path in sorted(partial.iterdir())}
         text = json.dumps(index)

@@ -104,6 +104,17 @@ def test_the_second_time_reads_the_cache_and_notices_changes(texts, tmp_path):
     assert len(said) == 2
 
 
+@pytest.mark.parametrize("where", ["", "cache", "below/cache"])
+def test_a_cache_among_the_texts_is_not_read_as_text(texts, tmp_path, where):
+    """The second run finds index.json and tokenizer.json of the first below its own data.train."""
+    options = {"train": str(texts), "tokenizer": None, "cache": texts / where}
+    first = load(texts, tmp_path, **options)
+    assert len([*texts.rglob("tokenizer.json")]) == 1
+    assert load(texts, tmp_path, **options).metadata == first.metadata
+    everything = load(texts, tmp_path, **options | {"train": str(texts / "**" / "*.json*")})
+    assert everything.metadata["documents"] == first.metadata["documents"]
+
+
 def cached(tmp_path, name):
     (path,) = (tmp_path / "cache").glob(f"*/{name}")
     return path

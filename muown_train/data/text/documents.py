@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
+from muown_train.data.cache import CACHE_TAG
 from muown_train.runtime.atomic_files import check_regular
 from muown_train.runtime.progress import print_line
 
@@ -47,8 +48,8 @@ def expand_globs(
 ) -> list[Path]:
     """Return the files that a glob or a list of globs matches, sorted; `~` and a recursive `**` work.
 
-    A folder stands for all files in it and below that can be read. A file that has several paths, through links, counts
-    once.
+    A folder stands for all files in it and below that can be read. Folders that hold a CACHEDIR.TAG, as those of
+    prepared data do, are not entered. A file that has several paths, through links, counts once.
 
     Args:
         key: the setting that holds the globs, for messages.
@@ -117,10 +118,15 @@ def _expand(pattern: str, links: list[str]) -> Iterator[str]:
         entered.add(identity)
         yield from _expand(os.path.join(glob.escape(folder), below), links)
         with suppress(OSError):  # glob leaves out what it cannot read
-            inner = [entry for entry in os.scandir(folder or ".") if entry.is_dir() and not entry.name.startswith(".")]
+            inner = [entry for entry in os.scandir(folder or ".") if entry.is_dir() and _is_to_be_entered(entry)]
             plain = sorted(os.path.join(folder, entry.name) for entry in inner if not entry.is_symlink())
             linked = sorted(os.path.join(folder, entry.name) for entry in inner if entry.is_symlink())
             folders = [*plain, *folders, *linked]
+
+
+def _is_to_be_entered(entry: os.DirEntry[str]) -> bool:
+    """Return whether a folder is neither hidden nor one of prepared data, which `cache` may have put beside texts."""
+    return not entry.name.startswith(".") and not os.path.exists(os.path.join(entry.path, CACHE_TAG))
 
 
 def identify_file(path: Path) -> tuple[int, int] | str:
