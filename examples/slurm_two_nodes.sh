@@ -18,7 +18,8 @@ fi
 MASTER_ADDR=$(hostname)              # this script runs on the first node
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
+# A task that is lost ends the others by itself; --wait ends what still runs ten minutes after.
 # shellcheck disable=SC2016          # each task expands its own variables
-srun --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c '
+srun --wait=600 --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c '
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
     exec python -m muown_train "$@"' bash "$@"
