@@ -76,6 +76,11 @@ def main(argv=None):
         dcp.load(saved, checkpoint_id=checkpoints[-1])
         set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
         first = saved["steps"]
+    if first >= args.steps:
+        if rank == 0:
+            print(f"there is nothing to do: {checkpoints[-1]} is there, and --steps {args.steps}")
+        return model
+
     for step in range(first, args.steps):
         rows = draw_rows(text, step, rank, size)
         loss = model(rows[:, :-1], rows[:, 1:])

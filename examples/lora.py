@@ -76,6 +76,10 @@ def main(argv=None):
         optimizer.load_state_dict(saved["optimizer"])
         done = saved["done"]
         print(f"continues after step {done}")
+    if done >= args.steps:
+        print(f"there is nothing to do: --steps {args.steps}")
+        return model
+
     train(model, optimizer, args.text, range(done, args.steps))
     model.save_pretrained(args.out / "adapter")
     adapter = peft.get_peft_model_state_dict(model)

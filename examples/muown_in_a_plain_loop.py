@@ -63,6 +63,8 @@ def main(argv=None):
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--text", type=Path, default=Path(argparse.__file__))
     args = parser.parse_args(argv)
+    if not args.text.is_file() or args.text.stat().st_size <= LENGTH:
+        parser.error(f"--text {args.text} must be a file of more than {LENGTH} bytes")
     args.out.mkdir(parents=True, exist_ok=True)
     text = torch.frombuffer(bytearray(args.text.read_bytes()), dtype=torch.uint8)
 
@@ -81,6 +83,9 @@ def main(argv=None):
         scheduler.load_state_dict(saved["scheduler"])
         done = saved["done"]
         print(f"continues after step {done}")
+    if done >= args.steps:
+        print(f"there is nothing to do: --steps {args.steps}")
+        return model
 
     for step in range(done, args.steps):
         rows = draw_rows(text, step)

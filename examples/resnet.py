@@ -81,6 +81,8 @@ def main(argv=None):
         scheduler.load_state_dict(saved["scheduler"])
         done = saved["done"]
         print(f"continues after step {done}")
+    if done >= args.steps:
+        print(f"there is nothing to do: --steps {args.steps}")
 
     for step in range(done, args.steps):
         images, labels = draw_batch(step)

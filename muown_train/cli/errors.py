@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from muown_train.cli.messages import explain_error, lacks_descriptors
 from muown_train.cli.process import FAILED, GAVE_UP, INTERRUPTED, WRONG, exit_with, is_output_closed
 from muown_train.runs.status import RepeatedFailure
+from muown_train.runtime.formatting import fit_terminal
 
 # these are faults of the machine, not of a setting: the same command may succeed later
 _TEMPORARY = (
@@ -67,11 +68,11 @@ def parse_count(least: int = 1, most: int = 10**6) -> Callable[[str], int]:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose description is printed as it is written, and whose errors are one sentence."""
+    """A parser whose description keeps its paragraphs and columns, and whose errors are one sentence."""
 
     def __init__(self, description: str | None = None, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(description=description, **options)
+        super().__init__(description=fit_terminal(description) if description else None, **options)
 
     def error(self, message: str) -> NoReturn:
         exit_with(f"error: {message}; see --help", WRONG)

@@ -48,6 +48,7 @@ def format_version() -> str:
 
 def _yield_lines(configs: Path) -> Iterator[str]:
     train = (configs / "train.yaml").read_text()
+    width = min(_WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _WIDTH
     yield "muown-train key=value …       trains a language model, or goes on where the same command stopped"
     yield "muown-train COMMAND --help    explains another command; `python -m muown_train` is the same program:"
     for name, (_, sentence) in COMMANDS.items():
@@ -57,14 +58,13 @@ def _yield_lines(configs: Path) -> Iterator[str]:
     for group in GROUPS[:-1]:
         for i, (option, sentence) in enumerate(list_option_sentences(configs / group)):
             mark = "*" if option == chosen.get(group) else " "
-            yield _cut_line(f"{f'{group}=' if i == 0 else '':<10}{mark}{option:<17} {sentence}")
+            yield _cut_line(f"{f'{group}=' if i == 0 else '':<10}{mark}{option:<17} {sentence}", width)
     experiments = ", ".join(option for option, _ in list_option_sentences(configs / GROUPS[-1]))
-    width = min(_WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _WIDTH
     yield from textwrap.wrap(experiments, width, initial_indent=f"{GROUPS[-1]}= ", subsequent_indent=" " * 12)
     yield "\nThe most used settings (* above and values here are the defaults):"
     for key in SETTINGS:
         value, meaning = read_setting(configs, chosen, key)
-        yield _cut_line(f"  {f'{key}={value}':<24} {meaning}")
+        yield _cut_line(f"  {f'{key}={value}':<24} {meaning}", width)
     yield "\nExamples:"
     for words, meaning in EXAMPLES:
         yield f"  {words:<52} {meaning}"
@@ -100,5 +100,5 @@ def _sort_by_size(path: Path) -> tuple[float, str]:
     return size, path.stem
 
 
-def _cut_line(line: str) -> str:
-    return line if len(line) <= _WIDTH else line[: _WIDTH - 1].rstrip() + "…"
+def _cut_line(line: str, width: int) -> str:
+    return line if len(line) <= width else line[: width - 1].rstrip() + "…"

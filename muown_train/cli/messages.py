@@ -127,7 +127,7 @@ def _explain_override(overrides: Sequence[str]) -> str | None:
         if override.endswith("=") and overrides[i + 1 : i + 2] and "=" not in overrides[i + 1]:
             return explain_stray_word(overrides, i + 1)
         key, _, value = override.partition("=")
-        group = key.lstrip("+")
+        group = key.lstrip("+").partition("@")[0]  # data@data.sources.web chooses an option of data too
         is_list = group in LIST_GROUPS and value.startswith("[")
         for choice in map(str.strip, value.strip("[] ").split(",") if is_list else [value]):
             if group in options and choice not in options[group] and not (is_list and not choice):

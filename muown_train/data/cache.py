@@ -47,7 +47,7 @@ def build_once(
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(f"{folder}.lock")
+        lock = FileLock(folder.with_name(f".{folder.name}.lock"))  # hidden from globs of texts
         try:
             lock.acquire(timeout=WAIT)
         except Timeout:

@@ -17,8 +17,10 @@ import numpy as np
 from muown_train.config.checks import check_positive
 from muown_train.data.mixed_rows import MixedRows, Mixture
 from muown_train.data.sources import RunInfo, TrainingData, describe_tokenizer, files
+from muown_train.data.text.documents import expand_globs, identify_file
+from muown_train.runtime.progress import discard_line
 
-CHOOSE = "such as +data@data.sources.web=files data.sources.web.train=GLOB +data@data.sources.code=stdlib"
+CHOOSE = "such as +data@data.sources.web=files data.sources.web.train=GLOB +data@data.sources.code=shards"
 Sources = dict[str, partial[TrainingData]]  # by name what makes the data of a source of a RunInfo
 
 
@@ -52,6 +54,8 @@ def mix(
     common = {"tokenizer": tokenizer, "end_of_text": end_of_text, "special_tokens": special_tokens, "bos": bos}
     makers = {name: _replace_settings(maker, common | {"valid": valid}) for name, maker in makers.items()}
     _check_named_tokenizers(makers)
+    if not valid:
+        _check_files_apart(makers)
     validated = [name for name, maker in makers.items() if valid and maker.keywords.get("valid") == valid][:1]
     if valid and not validated:
         raise ValueError(f"data.valid={valid} needs a source of files: each of {', '.join(makers)} holds out its own")
@@ -82,7 +86,8 @@ def _check_sources(sources: object) -> Sources:
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             raise ValueError(f"data.sources has the name {name!r}, which must be text of letters, digits, _ and -")
         if not isinstance(maker, partial):
-            raise ValueError(f"data.sources.{name}={maker!r} must be a data configuration, {CHOOSE}")
+            given = f" has {', '.join(maker)}:" if isinstance(maker, Mapping) else f"={maker!r}"
+            raise ValueError(f"data.sources.{name}{given} must be a data configuration, {CHOOSE}")
     if len(sources) < 2:
         raise ValueError(f"data.sources has {', '.join(sources) or 'none'}: choose two or more, {CHOOSE}")
     return {name: sources[name] for name in sorted(sources)}
@@ -91,8 +96,9 @@ def _check_sources(sources: object) -> Sources:
 def _check_weights(weights: object, names: Sequence[str]) -> dict[str, float]:
     """Return the weight of each source, in the order of `names`."""
     if not isinstance(weights, Mapping) or weights.keys() != set(names):
+        given = "is not set" if weights is None else f"is {weights!r}"
         raise ValueError(
-            f"data.weights={weights!r} must give one weight to each of data.sources, {', '.join(names)}: such as "
+            f"data.weights {given}: it must give a weight to each source, such as "
             f"'data.weights={{{', '.join(f'{name}: {number}' for number, name in enumerate(names, 1))}}}'"
         )
     return {name: check_positive(f"data.weights.{name}", weights[name]) for name in names}
@@ -116,6 +122,21 @@ def _check_named_tokenizers(makers: Sources) -> None:
     _refuse_different_tokenizers({name: str(tokenizer) for name, tokenizer in named.items() if tokenizer})
 
 
+def _check_files_apart(makers: Sources) -> None:
+    """Refuse a file of two sources: one could train on what the other holds out."""
+    owners: dict[object, str] = {}
+    for name, maker in makers.items():
+        if maker.func is not files or not maker.keywords.get("train"):
+            continue
+        for path in expand_globs(maker.keywords["train"], f"data.sources.{name}.train", discard_line, any_kind=True):
+            owner = owners.setdefault(identify_file(path), name)
+            if owner != name:
+                raise ValueError(
+                    f"{path} is both in data.sources.{owner} and in data.sources.{name}, and one could train on what "
+                    "the other holds out: keep their files apart, or give files to validate on by data.valid"
+                )
+
+
 def _identify_tokenizer(data: TrainingData) -> str:
     described = describe_tokenizer(data.tokenizer)
     options = {key: described[key] for key in data.tokenizer.options}
@@ -129,8 +150,9 @@ def _refuse_different_tokenizers(described: Mapping[str, str]) -> None:
     for name, text in described.items():
         if first is not None and text != described[first]:
             raise ValueError(
-                f"data.sources.{first} has tokenizer {described[first]}, and data.sources.{name} has {text}: all "
-                "sources of a mix must have the same, which data.tokenizer=… gives to those that can take another"
+                f"data.sources.{first} has the tokenizer {described[first]}, and data.sources.{name} the tokenizer "
+                f"{text}: all sources of a mix must have the same. data.tokenizer, data.bos and data.end_of_text set "
+                "it for all that can take another; data=stdlib has its own"
             )
 
 

@@ -2,6 +2,8 @@
 
 import math
 import re
+import shutil
+import textwrap
 from typing import Any
 
 # control characters except tab and newline, and halves of surrogate pairs, which no terminal can show
@@ -15,6 +17,31 @@ def escape_controls(text: str) -> str:
     around it. Tabs and newlines stay.
     """
     return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def fit_terminal(text: str) -> str:
+    """Return text whose paragraphs are no wider than the terminal; text that is narrow enough stays as it is.
+
+    A line such as `name    meaning` keeps its two columns; what follows it, as deep as the second one, belongs to it.
+    Other indented lines, such as commands, are paragraphs of their own.
+    """
+    width = shutil.get_terminal_size().columns
+    if max(map(len, text.splitlines()), default=0) <= width:
+        return text
+    paragraphs: list[tuple[int, list[str]]] = []  # how deep further lines of each stand, and its lines
+    for line in text.splitlines():
+        row = re.match(r" *\S.*?  +(?=\S)", line)
+        depth = len(line) - len(line.lstrip())
+        above, lines = paragraphs[-1] if paragraphs else (0, [""])
+        if lines[-1] and line and not row and depth == above and (depth == 0 or re.search(r"\S  ", lines[0])):
+            lines.append(line.strip())
+        else:
+            paragraphs.append((row.end() if row else depth, [line]))
+    wrapped = [
+        textwrap.wrap(" ".join(lines), width, subsequent_indent=" " * depth, break_on_hyphens=False) or [""]
+        for depth, lines in paragraphs
+    ]
+    return "\n".join(line for lines in wrapped for line in lines)
 
 
 def format_perplexity(value: float) -> str:

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from muown_train.cli.help import EXAMPLES, SETTINGS, format_help
+from muown_train.cli.main import COMMANDS
 from muown_train.config.compose import CONFIG_DIR, GROUPS, compose_config, read_first_sentence
 from muown_train.config.overrides import quote_text
 from muown_train.runtime.suggest import explain_stray_word, suggest_nearest
@@ -38,6 +39,14 @@ def test_help_names_every_option_and_what_it_is(said):
     for key in SETTINGS:
         assert re.search(rf"^  {re.escape(key)}=\S+ +\w", text, re.M), key
     assert "*tiny" in text and "*muown" in text and "seq_len=256" in text and str(CONFIG_DIR) in text
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "train"])
+def test_help_of_a_command_fits_a_terminal(monkeypatch, capsys, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert call(monkeypatch, command, "--help") in ((None, ""), (0, ""))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 5 and max(map(len, lines)) <= 80
 
 
 def test_every_option_says_what_it_is():

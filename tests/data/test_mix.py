@@ -130,15 +130,16 @@ REFUSED = [
     ("sources", {"a/b": SOURCE, "c": SOURCE}, r"data\.sources has the name 'a/b', which must be text of letters.*"),
     ("sources", {1: SOURCE, "c": SOURCE}, r"data\.sources has the name 1, which must be text of letters.*"),
     ("sources.web", "files", r"data\.sources\.web='files' must be a data configuration, such as .*"),
-    ("sources.web", {"train": "a"}, r"data\.sources\.web={'train': 'a'} must be a data configuration, such as .*"),
+    ("sources.web", {"train": "a"}, r"data\.sources\.web has train: must be a data configuration, such as .*"),
+    ("sources.web", {"a": SOURCE}, r"data\.sources\.web has a: must be a data configuration, such as .*"),
     ("sources.web.trian", "x", r"data\.sources\.web\.trian is no setting of files.*train.*"),
     ("sources.code.train", None, r"data\.sources\.code: data\.train is not set.*"),
     ("sources.web._target_", "os.system", r"data\.sources\.web\._target_='os\.system' is not among .*"),
     ("weight", {}, r"data\.weight is no setting of mix: did you mean weights\?|data\.weight is no setting of mix.*"),
-    ("weights", None, r"data\.weights=None must give one weight to each of data\.sources, code, web: such as .*"),
-    ("weights", [0.7, 0.3], r"data\.weights=\[0\.7, 0\.3\] must give one weight .*"),
-    ("weights", {"web": 1}, r"data\.weights={'web': 1} must give one weight to each of data\.sources, code, web: .*"),
-    ("weights.prose", 1, r"data\.weights={.*'prose': 1} must give one weight to each of data\.sources, code, web: .*"),
+    ("weights", None, r"data\.weights is not set: it must give a weight to each source, such as 'data\.weights=.*"),
+    ("weights", [0.7, 0.3], r"data\.weights is \[0\.7, 0\.3\]: it must give a weight .*"),
+    ("weights", {"web": 1}, r"data\.weights is {'web': 1}: it must give a weight to each source, such as .*"),
+    ("weights.prose", 1, r"data\.weights is {.*'prose': 1}: it must give a weight to each source, such as .*"),
     ("weights.web", 0, r"data\.weights\.web=0 must be a positive number"),
     ("weights.web", -0.5, r"data\.weights\.web=-0\.5 must be a positive number"),
     ("weights.web", "much", r"data\.weights\.web='much' must be a positive number"),
@@ -162,17 +163,30 @@ def test_different_tokenizers_are_refused(settings, tmp_path, monkeypatch):
     own = settings | {"tokenizer": None}
     own = change(own, "sources.web.tokenizer", str(tmp_path / "words.json"))
     own = change(own, "sources.code.tokenizer", str(tmp_path / "chat.json"))
-    message = r"data\.sources\.code has tokenizer .*chat\.json, and data\.sources\.web has .*words\.json: all "
+    message = r"data\.sources\.code has the tokenizer .*chat\.json, and data\.sources\.web the .*words\.json: all "
     with pytest.raises(ValueError, match=f"^{message}"):
         build(own, tmp_path)
     assert not (tmp_path / "cache").exists()
     build(own | {"tokenizer": settings["tokenizer"]}, tmp_path)  # which counts for all
     begun = change(own | {"tokenizer": settings["tokenizer"]}, "sources.web.bos", True)
-    with pytest.raises(ValueError, match=r"has tokenizer of 257 entries with hash \w+, and .*, bos True: all sources"):
+    with pytest.raises(ValueError, match=r"the tokenizer of 257 entries with hash \w+, and .*, bos True: all sources"):
         build(begun, tmp_path)
     monkeypatch.setattr(mix_module, "_check_named_tokenizers", lambda makers: None)  # shards bring theirs along
-    with pytest.raises(ValueError, match=r"of 259 entries with hash \w+, and data\.sources\.web has of 257 entries"):
+    with pytest.raises(
+        ValueError, match=r"of 259 entries with hash \w+, and data\.sources\.web the tokenizer of 257 entries"
+    ):
         build(own, tmp_path)
+
+
+def test_a_file_of_two_sources_is_refused_unless_other_files_are_validated_on(settings, tmp_path):
+    both = change(settings, "sources.code.train", [f"{tmp_path}/code", f"{tmp_path}/web/*1.txt"])
+    with pytest.raises(
+        ValueError, match=r"/web/\S*1\.txt is both in data\.sources\.code and in data\.sources\.web, and"
+    ):
+        build(both, tmp_path)
+    assert not (tmp_path / "cache").exists()
+    (tmp_path / "held.txt").write_text("words to validate on " * 9)
+    build(both | {"valid": f"{tmp_path}/held.txt"}, tmp_path)
 
 
 def test_files_to_validate_on_need_a_source_of_files(settings, tmp_path):

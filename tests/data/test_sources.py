@@ -111,8 +111,20 @@ def test_a_cache_among_the_texts_is_not_read_as_text(texts, tmp_path, where):
     first = load(texts, tmp_path, **options)
     assert len([*texts.rglob("tokenizer.json")]) == 1
     assert load(texts, tmp_path, **options).metadata == first.metadata
-    everything = load(texts, tmp_path, **options | {"train": str(texts / "**" / "*.json*")})
-    assert everything.metadata["documents"] == first.metadata["documents"]
+    for pattern in ("**/*.json*", "**/*"):
+        everything = load(texts, tmp_path, **options | {"train": f"{texts}/{pattern}"})
+        assert everything.metadata["documents"] == first.metadata["documents"]
+
+
+def test_a_run_among_the_texts_is_not_read_as_text(texts, tmp_path):
+    before = load(texts, tmp_path, train=str(texts)).metadata
+    for name in ("config.yaml", "manifest.json", "metrics.jsonl", "checkpoints/step-00000001/index.json"):
+        path = texts / "runs" / "run" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}\n")
+    assert load(texts, tmp_path, train=str(texts)).metadata == before
+    (texts / "runs" / "manifest.json").write_text('{"text": "a file of that name alone marks no run"}')
+    assert load(texts, tmp_path, train=str(texts)).metadata["documents"] != before["documents"]
 
 
 def cached(tmp_path, name):

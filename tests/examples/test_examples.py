@@ -56,6 +56,9 @@ def test_a_stopped_run_is_continued_exactly(case, tmp_path, capsys):
     assert straight.keys() == continued.keys()
     assert [key for key in straight if not torch.equal(straight[key], continued[key])] == []
     assert any(not torch.equal(stopped[key], continued[key]) for key in straight)
+    for steps in (half, whole):  # a run that is further than what is asked for stays as it is
+        again = run(name, tmp_path / "stopped", key, steps)
+        assert [key for key in straight if not torch.equal(straight[key], again[key])] == []
 
 
 def run_on_rank(world, name, out, steps):
@@ -69,6 +72,9 @@ def test_a_stopped_run_of_sharded_parameters_is_continued_exactly(name, tmp_path
     for continued in on_ranks(2, run_on_rank, name, tmp_path / "stopped", 20):
         assert [key for key in straight if not torch.equal(straight[key], continued[key])] == []
     assert any(not torch.equal(stopped[key], continued[key]) for key in straight)
+    on_ranks(2, run_on_rank, name, tmp_path / "stopped", 10)  # is further already
+    (again, _) = on_ranks(2, run_on_rank, name, tmp_path / "stopped", 20)
+    assert [key for key in straight if not torch.equal(straight[key], again[key])] == []
     # one process takes the same rows, in another order of sums
     (alone,) = on_ranks(1, run_on_rank, name, tmp_path / "alone", 3)
     for sharded in on_ranks(3, run_on_rank, name, tmp_path / "three", 3):

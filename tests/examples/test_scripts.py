@@ -70,15 +70,20 @@ def test_a_model_of_transformers_is_trained_on(tmp_path, corpus, monkeypatch):
     words = [EXAMPLES / "finetune_from_hf.sh", "theirs", f"{corpus}/*.txt", *SIZES, *small, "compile=false"]
     done = run_bash(*words)
     assert done.returncode == 0, done.stderr
-    tokenizer = transformers.AutoTokenizer.from_pretrained("runs/finetuned/hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("runs/finetuned-theirs/hf")
     ids = tokenizer((corpus / "000.txt").read_text(), return_tensors="pt").input_ids[:, :64]
     losses = []
-    for folder in ("theirs", "runs/finetuned/hf"):
+    for folder in ("theirs", "runs/finetuned-theirs/hf"):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         losses.append(model(input_ids=ids, labels=ids).loss.item())
     assert losses[1] < losses[0] - 0.5
     assert "had finished before" in run_bash(*words).stdout  # the same command again
     assert run_bash(words[0]).returncode == 2
+    named = run_bash(*words, "name=mine")
+    assert (
+        named.returncode == 2
+        and named.stderr == "name=mine: this script names the run itself, after the folder of the model\n"
+    )
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.sh")), ids=lambda path: path.stem)

@@ -15,13 +15,14 @@ import torch
 
 from muown_train.analysis.downstream.scores import Pair, Score, score_continuations
 from muown_train.config.extras import check_installed
-from muown_train.data.hub.retry import is_transient
+from muown_train.data.hub.retry import describe_cause, is_transient
 from muown_train.data.text.tokenizer import Tokenizer
 from muown_train.models.language_model import LanguageModel
 from muown_train.runs.checkpoint_reader import print_warning
 from muown_train.runs.state import RandomState
 from muown_train.runtime.distributed import World
 from muown_train.runtime.heartbeat.explain import describe_error
+from muown_train.runtime.suggest import suggest_nearest
 
 SCORED = ("loglikelihood", "loglikelihood_rolling", "multiple_choice")  # kinds of tasks that need no generated text
 SECONDS = "tasks/seconds"
@@ -129,9 +130,13 @@ def load_tasks(names: Sequence[str]) -> Any:
             with redirect_stderr(io.StringIO()):
                 found = manager.load([name])
         except Exception as error:  # the harness and its readers of data raise many kinds
-            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+            if not _is_file(name) and name not in manager.all_tasks:
+                near = suggest_nearest(name, manager.all_tasks)
+                raise ValueError(
+                    f"tasks: lm_eval has no {name}{near}; `lm-eval ls tasks` lists what there is"
+                ) from error
             kind = ConnectionError if is_transient(error) else ValueError
-            raise kind(f"tasks: {name} cannot be read by lm_eval ({reason})") from error
+            raise kind(f"tasks: {name} cannot be read by lm_eval ({describe_cause(error)})") from error
         for key, entries in found.items():
             loaded[key].update(entries)
     for name, task in loaded["tasks"].items():

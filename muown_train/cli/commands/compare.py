@@ -32,7 +32,7 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help=runs_help)
     out_help = "folder of what is written (default compare)"
     parser.add_argument("--out", type=Path, default=Path("compare"), metavar="DIR", help=out_help)
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_intermixed_args(words)
     with report_errors([]):
         runs = read_runs(find_paths(arguments.runs))
         arguments.out.mkdir(parents=True, exist_ok=True)

@@ -46,10 +46,13 @@ def main_export(words: Sequence[str]) -> None:
 
         from muown_train.runs.hf.export import export_run
         from muown_train.runs.saved_run import open_run
+        from muown_train.runs.status import read_status
 
         saved = open_run(arguments.run, arguments.step)
         out = arguments.out or saved.folder / "hf"
-        print(escape_controls(f"{saved.folder} after step {saved.step:,} -> {out}"), flush=True)
+        state = read_status(saved.folder).get("state", "finished")  # imported models and averages have no status
+        note = f" (the run has not finished: {state})" * (state != "finished")
+        print(escape_controls(f"{saved.folder} after step {saved.step:,}{note} -> {out}"), flush=True)
         summary = export_run(saved, out, getattr(torch, arguments.dtype))
         names = ", ".join(sorted(path.name for path in out.iterdir()))
         cut = f" ({summary['cut']} padded rows cut off)" * bool(summary["cut"])

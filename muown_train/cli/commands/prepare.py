@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from muown_train.runtime.formatting import fit_terminal
+
 if TYPE_CHECKING:
     from functools import partial
 
@@ -35,7 +37,7 @@ It is a byte-level BPE, the same that data=files without data.tokenizer trains f
 def main(words: Sequence[str]) -> None:
     """Run `muown-train prepare` with the words that follow its name."""
     if not words or words[0] in ("-h", "--help"):
-        print(__doc__)
+        print(fit_terminal(__doc__))
         return
     _end_on_interrupt("the same command goes on after the last complete shard")
     from muown_train.cli.errors import report_errors
@@ -59,7 +61,7 @@ def main(words: Sequence[str]) -> None:
 def main_tokenizer(words: Sequence[str]) -> None:
     """Run `muown-train tokenizer` with the words that follow its name."""
     if not words or words[0] in ("-h", "--help"):
-        print(TOKENIZER_HELP)
+        print(fit_terminal(TOKENIZER_HELP))
         return
     _end_on_interrupt("nothing is written")
     from muown_train.cli.errors import report_errors

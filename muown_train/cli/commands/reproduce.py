@@ -13,13 +13,13 @@
     page         of a report: a page that shows it, such as docs/results.md, to be brought up to date
     KEY=VALUE    anything else is a setting for every run, such as data.path=DIR, grad_clip=null or device=cpu
 
-run     trains the missing runs here, goes on with those that were cut off, and measures checkpoints where the
-        experiment asks for it; Ctrl-C stops all of them, saved
-submit  submits these runs as a SLURM array (slurm/sweep.sbatch of the checkout), without those that wait in the queue
-        already; words with dashes go to sbatch, such as --nodes=2 --partition=gpu
-report  writes OUT/EXPERIMENT/report: table.md, table.csv, table.tex, figure.png, figure.pdf
-archive copies runs that are done or diverged to the archives of the checkout, docs/results/runs, without weights and
-        without the places of this machine
+run      trains the missing runs here, goes on with those that were cut off, and measures checkpoints where the
+         experiment asks for it; Ctrl-C stops all of them, saved
+submit   submits these runs as a SLURM array (slurm/sweep.sbatch of the checkout), without those that wait in the queue
+         already; words with dashes go to sbatch, such as --nodes=2 --partition=gpu
+report   writes OUT/EXPERIMENT/report: table.md, table.csv, table.tex, figure.png, figure.pdf
+archive  copies runs that are done or diverged to the archives of the checkout, docs/results/runs, without weights and
+         without the places of this machine
 
 A run counts if its settings are those of the experiment, wherever it lies under OUT or in the archives. The exit status
 is 0; 1 if a run failed; 2 for a wrong setting; 130 if interrupted.
@@ -42,6 +42,7 @@ from muown_train.experiments.report.page import fill_page, find_part
 from muown_train.experiments.report.results import build_report
 from muown_train.experiments.report.write import ReportWriter
 from muown_train.experiments.slurm_queue import mark_queued_runs, submit_runs
+from muown_train.runtime.formatting import fit_terminal
 from muown_train.runtime.suggest import suggest_nearest
 
 ROOT = CONFIG_DIR.parent  # the checkout, or the installed package where there is no checkout
@@ -105,10 +106,10 @@ def main(words: Sequence[str]) -> int:
 
 def print_help() -> None:
     """Print what the command does, and the experiments."""
-    print(__doc__)
     grids = list_grids()
     width = max(map(len, grids))
-    print("\n".join(f"experiment={name:<{width}}  {sentence}" for name, sentence in grids.items()))
+    listed = "\n".join(f"experiment={name:<{width}}  {sentence}" for name, sentence in grids.items())
+    print(fit_terminal(f"{__doc__}\n{listed}"))
 
 
 def remove_dashes(words: Sequence[str]) -> list[str]:

@@ -54,7 +54,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--step", type=int, help="step of the checkpoint (default the newest)")
     parser.add_argument("--precision", help="auto, bfloat16 or float32 (default the run's)")
     parser.add_argument("--device", help="such as cpu or cuda:1 (default a GPU if there is one)")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_intermixed_args(words)  # the prompt may follow flags that follow RUN
     for name in ("tokens", "count"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name} {getattr(arguments, name)} must be 1 or more")

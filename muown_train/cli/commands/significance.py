@@ -27,7 +27,7 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
     parser.add_argument("--target", type=float, default=TARGET, help=f"validation loss to be below (default {TARGET})")
     parser.add_argument("--step", type=int, help="step at which all runs are compared (default: the last)")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_intermixed_args(words)
     with report_errors([]):
         if not 0 < arguments.target < float("inf"):
             raise ValueError(f"--target {arguments.target:g} must be a loss above 0")

@@ -48,8 +48,8 @@ def expand_globs(
 ) -> list[Path]:
     """Return the files that a glob or a list of globs matches, sorted; `~` and a recursive `**` work.
 
-    A folder stands for all files in it and below that can be read. Folders that hold a CACHEDIR.TAG, as those of
-    prepared data do, are not entered. A file that has several paths, through links, counts once.
+    A folder stands for all files in it and below that can be read. What `_is_to_be_entered` refuses is left out. A file
+    that has several paths, through links, counts once.
 
     Args:
         key: the setting that holds the globs, for messages.
@@ -125,8 +125,15 @@ def _expand(pattern: str, links: list[str]) -> Iterator[str]:
 
 
 def _is_to_be_entered(entry: os.DirEntry[str]) -> bool:
-    """Return whether a folder is neither hidden nor one of prepared data, which `cache` may have put beside texts."""
-    return not entry.name.startswith(".") and not os.path.exists(os.path.join(entry.path, CACHE_TAG))
+    """Return whether a folder is not hidden, holds no CACHEDIR.TAG, as prepared data do, and is not that of a run.
+
+    `cache` and `out` may lie among the texts.
+    """
+
+    def has(name: str) -> bool:
+        return os.path.exists(os.path.join(entry.path, name))
+
+    return not (entry.name.startswith(".") or has(CACHE_TAG) or (has("config.yaml") and has("manifest.json")))
 
 
 def identify_file(path: Path) -> tuple[int, int] | str:
@@ -280,7 +287,8 @@ def _read_jsonl(path: Path, text: str, label: str | None) -> Iterator[LabelledDo
                 where = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else error
                 raise ValueError(f"{path} line {number} is not JSON{hint}: {where}") from error
             if not isinstance(record, dict):
-                raise ValueError(f"{path} line {number} is a {type(record).__name__}, not a JSON object")
+                kind = type(record).__name__
+                raise ValueError(f"{path} line {number} is a {kind}, not a JSON object: each line must be one")
             if text not in record:
                 keys = ", ".join(record) or "none at all"
                 raise ValueError(f"{path} line {number} has no key {text!r} (data.text), only {keys}")

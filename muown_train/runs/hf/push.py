@@ -11,9 +11,9 @@ def check_push(name: str) -> None:
     """Check that something can be pushed to the repository OWNER/NAME at all; no request is made.
 
     Raises:
-        ValueError: the name is not one of a repository with its owner, or there is no token.
+        ValueError: the name is not one of a repository with its owner, there is no token, or HF_ENDPOINT is no address.
     """
-    from huggingface_hub import get_token
+    from huggingface_hub import constants, get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id  # type: ignore[attr-defined]
 
     try:
@@ -26,8 +26,12 @@ def check_push(name: str) -> None:
             f"--push {name} must be OWNER/NAME, a user or an organization of the hub and a name of letters, digits and "
             "- _ . for the repository"
         )
+    if not constants.ENDPOINT.startswith(("http://", "https://")):
+        raise ValueError(f"HF_ENDPOINT={constants.ENDPOINT} must be an address such as https://huggingface.co")
     if not get_token():
-        raise ValueError("--push needs a token of the Hugging Face hub that may write: give one to `hf auth login`")
+        raise ValueError(
+            "--push needs a token of the Hugging Face hub that may write: give one to `hf auth login`, or in HF_TOKEN"
+        )
 
 
 def push_folder(folder: Path, name: str, private: bool, message: str) -> str:
@@ -43,12 +47,12 @@ def push_folder(folder: Path, name: str, private: bool, message: str) -> str:
         ConnectionError: the hub cannot be reached, or fails at the moment.
         ValueError: the hub refuses the token, the name or the files.
     """
-    from huggingface_hub import HfApi, get_token
+    from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    token = get_token()
+    token, hub = get_token(), redact(f"the hub at {constants.ENDPOINT}")
     api = HfApi(token=token)
     try:
         url = str(api.create_repo(name, private=private, exist_ok=True))
@@ -59,9 +63,9 @@ def push_folder(folder: Path, name: str, private: bool, message: str) -> str:
         reason = redact(describe_cause(error)).replace(token or HIDDEN, HIDDEN)
         kept = f"; the export is in {folder}, and the same command pushes it"
         if is_transient(error):
-            raise ConnectionError(f"{name} cannot be pushed to the hub now ({reason}){kept}") from error
+            raise ConnectionError(f"{name} cannot be pushed to {hub} now ({reason}){kept}") from error
         if status == 401:
             reason = "it does not know the token: give another to `hf auth login`, or in HF_TOKEN"
         elif status == 403:
             reason = f"the token may not write to {name}: give one that may to `hf auth login`, or in HF_TOKEN"
-        raise ValueError(f"the hub refuses the push to {name} ({reason}){kept}") from error
+        raise ValueError(f"{hub} refuses the push to {name} ({reason}){kept}") from error

@@ -165,6 +165,7 @@ def test_it_answers_a_pipe_line_by_line(run):
         (["RUN", "--tokens", "0"], "--tokens 0 must be 1 or more"),
         (["RUN", "The", "-i"], "--interactive reads prompts from standard input: leave out the prompt"),
         (["RUN", "--seed", "-1"], "--seed -1 must be from 0 to 2^63 - 1"),
+        (["RUN", "--tokens", "4", "The", "end"], "unrecognized arguments: end"),
         (["RUN", "--step", "5"], "has no checkpoint of step 5; there are 12, 8"),
         (["RUN", "--device", "gpu"], "device gpu cannot be used"),
         (["RUN", "--precision", "fp8"], "precision='fp8' must be auto, bfloat16 or float32"),

@@ -16,12 +16,14 @@ import pytest
 import torch
 from filelock import FileLock
 
+from muown_train.cli.commands.hf import main_export
 from muown_train.data.text.tokenizer import read_tokenizer
 from muown_train.models.generate import generate
 from muown_train.runs.hf.export import export_run
 from muown_train.runs.hf.folder import read_transformers_folder
 from muown_train.runs.hf.import_hf import import_folder
 from muown_train.runs.saved_run import open_run, write_run
+from muown_train.runs.status import Outcome, write_status
 from tests.helpers.runs import trained
 from tests.helpers.text_files import find_tokenizer
 
@@ -189,6 +191,15 @@ def test_an_earlier_export_is_replaced_and_nothing_else_is(run, tmp_path):
     with pytest.raises(ValueError, match="mine exists and is no earlier export"):
         export_run(saved, mine)
     assert (mine / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_run_that_has_not_finished_is_said_to_be_so(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    main_export([str(tmp_path / "run"), "--out", str(tmp_path / "hf")])
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/run after step 12 -> ")
+    write_status(tmp_path / "run", Outcome("stopped", "SIGTERM"), 12, 20)
+    main_export([str(tmp_path / "run"), "--out", str(tmp_path / "hf")])
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/run after step 12 (the run has not finished: stopped) -> ")
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def test_a_refusal_is_a_sentence_without_the_token(tmp_path, hub):
     assert unknown[0] == "ValueError" and "it does not know the token: give another to `hf auth login`" in unknown[1]
     assert forbidden[0] == "ValueError" and "the token may not write to others/tiny" in forbidden[1]
     for kind, sentence in (broken, unreachable):
-        assert kind == "ConnectionError" and "cannot be pushed to the hub now" in sentence
+        assert kind == "ConnectionError" and "cannot be pushed to the hub at http://127.0.0.1:" in sentence
         assert sentence.endswith(f"; the export is in {folder}, and the same command pushes it")
 
 
