@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from muown_train.optim.core import orthogonalize
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import on_ranks
 
@@ -25,6 +26,7 @@ CASES = {  # what the file imports, the words that say how long it trains, half 
 
 
 SHARDED = ["fsdp2", "torchtitan_loop"]  # run by torchrun
+OURS = ["muown_in_a_plain_loop", "resnet", "lora"]  # their loops are their own
 
 
 def run(name, out, *words):
@@ -56,12 +58,18 @@ def test_a_stopped_run_is_continued_exactly(case, tmp_path, capsys):
     assert straight.keys() == continued.keys()
     assert [key for key in straight if not torch.equal(straight[key], continued[key])] == []
     assert any(not torch.equal(stopped[key], continued[key]) for key in straight)
-    for steps in (half, whole):  # a run that is further than what is asked for stays as it is
+    for steps in (half, whole) if name in OURS else ():  # what is further stays as it is
         again = run(name, tmp_path / "stopped", key, steps)
         assert [key for key in straight if not torch.equal(straight[key], again[key])] == []
 
 
 def run_on_rank(world, name, out, steps):
+    return run(name, out, "--steps", steps)
+
+
+def run_in_float32(world, name, out, steps):
+    """Iterate in float32 on any CPU: in bfloat16 rounding decides where directions have nearly no gradient."""
+    orthogonalize._cpu_has_fast_bfloat16 = lambda: False
     return run(name, out, "--steps", steps)
 
 
@@ -76,8 +84,8 @@ def test_a_stopped_run_of_sharded_parameters_is_continued_exactly(name, tmp_path
     (again, _) = on_ranks(2, run_on_rank, name, tmp_path / "stopped", 20)
     assert [key for key in straight if not torch.equal(straight[key], again[key])] == []
     # one process takes the same rows, in another order of sums
-    (alone,) = on_ranks(1, run_on_rank, name, tmp_path / "alone", 3)
-    for sharded in on_ranks(3, run_on_rank, name, tmp_path / "three", 3):
+    (alone,) = on_ranks(1, run_in_float32, name, tmp_path / "alone", 3)
+    for sharded in on_ranks(3, run_in_float32, name, tmp_path / "three", 3):
         for key, value in alone.items():
             torch.testing.assert_close(sharded[key], value, rtol=0, atol=1e-3)
 
