@@ -35,7 +35,10 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """A folder of 120 short texts with some structure to learn; prepared data go to its `cache`."""
+    """A folder of 120 short texts with some structure to learn; prepared data go to its `cache`.
+
+    What small runs of default settings prepare is there already, so that no run says that it prepares it.
+    """
     folder = tmp_path_factory.mktemp("corpus")
     words = random.Random(0)
     nouns = [a + b for a in ("ka", "lo", "mi", "ru", "te") for b in ("ban", "dor", "fil", "gos", "hum")]
@@ -45,4 +48,8 @@ def corpus(tmp_path_factory) -> Path:
             for _ in range(30)
         )
         (folder / f"{i:03d}.txt").write_text(" ".join(sentences))
+    from muown_train.data.sources import RunInfo, files
+    from muown_train.runtime.progress import discard_line
+
+    files(f"{folder}/*.txt", run=RunInfo(32, 0, 200, folder / "cache", vocab_size=4096, progress=discard_line))
     return folder
