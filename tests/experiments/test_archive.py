@@ -34,6 +34,7 @@ from tests.helpers.runs import slow_but, trained
 KEPT = ROOT / "docs" / "results" / "runs"
 WORDS = ("experiment=500m_magnitude", "scale=tiny", "points=1")
 DONE = {
+    "corpus_copying": 14,
     "corpus_effective_rank": 3,
     "corpus_fused_qkv": 12,
     "corpus_gradient_noise": 3,

@@ -81,8 +81,14 @@ def make_difference_table(report: Report) -> Table:
 
 
 def make_claim_table(report: Report) -> Table:
-    """Return a table of the experiment's claims, with the difference of the two settings seed by seed and a verdict."""
+    """Return a table of the experiment's claims, with the difference of the two settings seed by seed and a verdict.
+
+    A claim on best rates waits for the runs that choose them.
+    """
     best = {results[i].curve.key: results[i] for _, results, i in _find_best(report)}
+    for result in report.results:
+        if result.choosing and result.choosing.state not in ("done", "diverged"):
+            best.pop(result.curve.key, None)
     at_rate = {(result.curve.key, result.lr): result for result in report.results}
     digits, rows = max(report.quantity.digits), []
     for claim in report.grid.claims:

@@ -1,5 +1,7 @@
 """Claims of an experiment and their verdicts, rates chosen by a seed of their own, and who learned to copy."""
 
+import shutil
+
 import pytest
 
 from muown_train.experiments.grid import load_grid
@@ -70,13 +72,21 @@ def test_verdicts(made):
     assert all("embedding" not in row[0] for row in table.rows)  # these series were left out
 
 
+def test_a_claim_on_best_rates_waits_for_the_runs_that_choose_them(made, tmp_path):
+    grid = made.grid
+    points = grid.expand()
+    shutil.rmtree(tmp_path / grid.folder / "muon-lr=0.03125-seed=0")
+    table = make_claim_table(build_report(grid, read_progress(grid, points, str(tmp_path))))
+    assert [row[1] for row in table.rows] == ["2^-6"] * 3
+
+
 def test_who_learned_to_copy(made):
     (table,) = make_copying_tables(made)
     rows = {tuple(row[:2]): row[2:] for row in table.rows}
     assert rows["Muown", "2^-6"] == ["3 of 5", "2", "3.5000 ± 0.0000", "3.6000 ± 0.0000"]
     assert rows["Muown", "2^-7"] == ["5 of 5", "2", "3.4200 ± 0.0158", "—"]
     assert rows["Muon, weight decay 0.1", "2^-7"] == ["0 of 5", "—", "—", "3.6000 ± 0.0000"]
-    assert "1 nat" in table.title
+    assert "0.3 nat" in table.title
 
 
 def test_copying_counts_from_where_it_stays(tmp_path):
@@ -86,8 +96,8 @@ def test_copying_counts_from_where_it_stays(tmp_path):
             read_run(write(folder, [copying(10 * i, g, 3.0) for i, g in enumerate(gains, 1)], {"seed": 0}))
         )
 
-    assert start(0.0, -2.0, -0.5, -1.5, -4.0) == 40 and start(-2.0, -2.0) == 10
-    assert start(0.0, -2.0, -1.0) is None and start(0.0) is None
+    assert start(0.0, -2.0, -0.2, -1.5, -4.0) == 40 and start(-2.0, -2.0) == 10
+    assert start(0.0, -2.0, -0.3) is None and start(0.0) is None
     assert find_copying(read_run(write(tmp_path / "none", [line(1, 1.0)], {"seed": 0}))) is None
 
 
