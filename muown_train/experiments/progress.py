@@ -82,11 +82,17 @@ def read_progress(
                 candidates.append(GridPointStatus(point, own, None, "damaged", str(error)))
         if not candidates:
             candidates = [GridPointStatus(point, own, None, _judge_folder(own))]
-        # the best state counts, and of equal ones the most steps
-        statuses.append(
-            min(candidates, key=lambda each: (STATES.index(each.state), -(each.run.step if each.run else 0)))
-        )
+        statuses.append(min(candidates, key=_rank_candidate))
     return statuses
+
+
+def _rank_candidate(status: GridPointStatus) -> tuple[int, int, float]:
+    """Return a key by which the best state comes first, of equal ones the most steps, and then the earliest end.
+
+    So a report stays as it is when another experiment trains the same run once more.
+    """
+    run = status.run
+    return STATES.index(status.state), -run.step if run else 0, float(run.status.get("time", 0.0)) if run else 0.0
 
 
 def _read_runs(out: Path) -> Iterator[RunRecord]:

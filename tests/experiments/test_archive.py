@@ -290,9 +290,9 @@ def test_a_run_that_measures_itself_is_no_copy_where_nobody_asks(reproduce, arch
 def test_every_run_of_the_repository_can_be_read():
     """Its archives are small, no file is that of a single run, and stored names of classes and functions still work."""
     files = list(KEPT.iterdir())
-    assert len(files) == 18 and sum(path.stat().st_size for path in files) < 10e6
+    assert len(files) == 20 and sum(path.stat().st_size for path in files) < 10e6
     kept = read_archived_runs(KEPT)
-    assert len(kept) == 116 and {run.state for run in kept} == {"finished"}
+    assert len(kept) == 130 and {run.state for run in kept} == {"finished"}
     for run in kept:
         assert len(run.series("train/loss")[0]) == run.step and run.last("valid/loss") is not None
     targets = {value for run in kept for key, value in flatten(run.config) if key.endswith("_target_")}
@@ -306,4 +306,17 @@ def test_the_experiments_count_the_runs_of_the_repository(name, count, tmp_path)
     """Each counts as many runs as before these were archived in this form and modules moved; several share runs."""
     grid = load_grid(name)
     statuses = read_progress(grid, grid.expand(), str(tmp_path), KEPT)
-    assert Counter(each.state for each in statuses) == {"done": count}
+    counted = Counter(each.state for each in statuses)
+    assert counted.pop("missing", 0) == (38 if name == "corpus_copying" else 0) and counted == {"done": count}
+
+
+def test_of_two_archived_runs_with_the_same_settings_the_first_counts(reproduce, archive, tmp_path):
+    """A report stays as it is when another experiment trains a run once more."""
+    grid, points = small()
+    for name, perplexity, ended in (("a-later", 13.0, 200.0), ("b-earlier", 14.0, 100.0)):
+        (folder, *_) = runs(tmp_path / name, perplexity, None, None)
+        status = json.loads((folder / "status.json").read_text()) | {"time": ended}
+        (folder / "status.json").write_text(json.dumps(status))
+        store(archive / name, folder)
+    (first, *_) = read_progress(grid, points, str(tmp_path / "none"), archive)
+    assert first.run.folder == archive / "b-earlier" / points[0].name
