@@ -1,8 +1,8 @@
 """`muown-train key=value …`: train a language model, or continue where this run stopped.
 
 Exit status: 0 the run is finished, has diverged (a result), or was stopped and saved by SIGUSR1 or its time limit; 1 it
-failed, and the same command goes on; 2 a setting is wrong; 3 the same step has failed too often; 141 nobody reads its
-standard output any more.
+failed, and the same command goes on; 2 a setting is wrong; 3 it has failed too often without a new checkpoint; 141
+nobody reads its standard output any more.
 
 A run that SIGINT (Ctrl-C), SIGTERM or SIGHUP has stopped is saved, and then its process ends by that signal, which a
 shell shows as 130, 143 or 129: so a shell ends the loop that the run is in, and whoever started it sees what happened.

@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from muown_train.config.stored_files import (
     ROWS,
     Layout,
@@ -326,6 +324,8 @@ def read_content(checkpoint: Path, index: Mapping[str, Any]) -> tuple[dict[str, 
 
 def _check_random_states(tensors: dict[str, tuple[str, list[int]]]) -> dict[str, tuple[str, list[int]]]:
     """Return dtypes and shapes of tensors, after a check of those that are states of random number generators."""
+    import torch  # here, so that a start is counted before anything large is imported
+
     for key, (dtype, shape) in tensors.items():
         length = {"torch": torch.get_rng_state().numel(), "cuda": 16}.get(key.rpartition("/")[2])
         if re.fullmatch(r"random/\d+/(torch|cuda)", key) and (dtype, shape) != ("U8", [length]):

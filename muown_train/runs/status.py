@@ -4,7 +4,7 @@ keeps a second process away.
 status.json    {"state", "reason", "step", "steps", "time"}; the states are running (or cut off, if no process holds
                the folder's lock), stopped or failed (the same command goes on), finished, and diverged; `step` is the
                step at `time`
-starts.jsonl   a line for each start: {"job", "failed_at", "time"}
+starts.jsonl   a line for each start: {"job", "saved", "time"}; `saved` is the step of the newest checkpoint it found
 """
 
 import errno
@@ -19,11 +19,12 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from muown_train.config.stored_files import COUNT, NUMBER, TEXT, Kind, allow_null, check_entries
-from muown_train.runs.metrics import FolderChangedError, Metrics
+from muown_train.runs.checkpoint_files import list_checkpoints, parse_step
+from muown_train.runs.metrics import FolderChangedError
 from muown_train.runtime.atomic_files import parse_json, read_regular, try_read_json, write_atomic
 
 _STATUS: dict[str, Kind] = {"state|reason": TEXT, "step|steps": COUNT, "time": NUMBER}
-_START: dict[str, Kind] = {"job": allow_null(TEXT), "failed_at": allow_null(NUMBER), "time": NUMBER}
+_START: dict[str, Kind] = {"job": allow_null(TEXT), "saved": allow_null(COUNT), "time": NUMBER}
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Outcome:
 
 
 class RepeatedFailure(Exception):
-    """A run has failed too often at the same step."""
+    """A run has failed too often without a new checkpoint."""
 
 
 class FolderInUse(ValueError):
@@ -133,28 +134,30 @@ def count_start(folder: Path, give_up_after: int) -> None:
     """Record that a run starts, on the main rank alone. A start that ends as it should is to be followed by
     `forget_starts`, so that those on record have failed.
 
+    A failure makes no progress unless a checkpoint was saved before it: the next start begins where this one began.
+    The step that a failed start reached says less, since a save that fails in the background is noticed some steps
+    later, and not always as many.
+
     Args:
-        give_up_after: the number of starts in a row, of the same SLURM job or of none, that may fail at the same step.
+        give_up_after: the number of starts in a row, of the same SLURM job or of none, that may fail without a new
+            checkpoint.
 
     Raises:
         RepeatedFailure: that many have failed.
         OSError: the folder cannot be written.
     """
     path, job = folder / "starts.jsonl", os.environ.get("SLURM_JOB_ID")
+    saved = next(map(parse_step, list_checkpoints(folder / "checkpoints")), None)
     starts = _read_starts(path)
-    failed_at = None
-    if starts and starts[-1]["job"] == job:
-        lines = Metrics(folder).read()
-        failed_at = lines[-1]["step"] if lines else 0
-    starts.append({"job": job, "failed_at": failed_at, "time": time.time()})
     last = starts[-give_up_after:]
-    same = all(start["job"] == job and start["failed_at"] == failed_at for start in last)
-    if failed_at is not None and same and len(last) == give_up_after:
+    if len(last) == give_up_after and all((start["job"], start["saved"]) == (job, saved) for start in last):
         forget_starts(folder)  # whoever starts it again has looked at the cause
+        since = "any checkpoint" if saved is None else f"a checkpoint later than that of step {saved}"
         raise RepeatedFailure(
-            f"{folder}: {give_up_after} starts in a row failed after step {failed_at}; look at the log, "
+            f"{folder}: {give_up_after} starts in a row failed without {since}; look at the log, "
             "mend the cause, and start the run again"
         )
+    starts.append({"job": job, "saved": saved, "time": time.time()})
     write_atomic(path, "".join(json.dumps(start) + "\n" for start in starts).encode())
 
 

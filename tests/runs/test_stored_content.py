@@ -202,7 +202,7 @@ def test_state_that_no_run_writes_sets_a_checkpoint_aside(tmp_path, change, says
 def test_a_status_that_says_little(tmp_path, status):
     (tmp_path / "status.json").write_text(status)
     assert read_status(tmp_path).keys() <= {"state"}
-    (tmp_path / "starts.jsonl").write_text('{"job": null, "failed_at": null, "time": 5}\n{"job": nu')
+    (tmp_path / "starts.jsonl").write_text('{"job": null, "saved": null, "time": 5}\n{"job": nu')
     count_start(tmp_path, 3)
     count_start(tmp_path, 3)
     assert (tmp_path / "starts.jsonl").read_text().count("\n") == 3
