@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra.utils import get_object
+from hydra.utils import get_method
 
 from muown_train.cli.commands import reproduce as command
 from muown_train.config.compose import flatten
@@ -296,7 +296,7 @@ def test_every_run_of_the_repository_can_be_read():
     for run in kept:
         assert len(run.series("train/loss")[0]) == run.step and run.last("valid/loss") is not None
     targets = {value for run in kept for key, value in flatten(run.config) if key.endswith("_target_")}
-    assert "muown_train.training.schedule.wsd" in targets and all(callable(get_object(target)) for target in targets)
+    assert "muown_train.training.schedule.wsd" in targets and all(callable(get_method(target)) for target in targets)
 
 
 @pytest.mark.parametrize(

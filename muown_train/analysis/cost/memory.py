@@ -83,7 +83,11 @@ def trace_pass(model: LanguageModel, setup: PassSetup) -> PassMemory:
     gpu = setup.device != "cpu"
     twin = deepcopy(model)
     with FakeTensorMode(allow_non_fake_inputs=True), _choose_as_on_a_gpu() if gpu else nullcontext():
-        twin.to_empty(device="cpu")
+        for module in twin.modules():  # what `to_empty` would do, which in torch 2.9 leaves parameters on meta
+            for name, p in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(torch.empty_like(p, device="cpu")))
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
         for p in twin.parameters():
             p.grad = torch.empty_like(p)
         tokens = torch.zeros(setup.rows, setup.seq_len, dtype=torch.int64)

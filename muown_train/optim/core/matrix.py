@@ -262,7 +262,7 @@ class MatrixOptimizer(BaseOptimizer):
                 if increment is not None:
                     state["step"] = state["step"].to(increment.device, non_blocking=True).add_(increment)
                 steps.append(state["step"])
-                blocks += split_parameter(p, state, group)
+                blocks.extend(split_parameter(p, state, group))
         if skip is None and steps:
             torch._foreach_add_(steps, 1)
         return blocks

