@@ -34,7 +34,7 @@ from tests.helpers.runs import slow_but, trained
 KEPT = ROOT / "docs" / "results" / "runs"
 WORDS = ("experiment=500m_magnitude", "scale=tiny", "points=1")
 DONE = {
-    "corpus_copying": 14,
+    "corpus_copying": 26,
     "corpus_effective_rank": 3,
     "corpus_fused_qkv": 12,
     "corpus_gradient_noise": 3,
@@ -292,7 +292,7 @@ def test_every_run_of_the_repository_can_be_read():
     files = list(KEPT.iterdir())
     assert len(files) == 20 and sum(path.stat().st_size for path in files) < 10e6
     kept = read_archived_runs(KEPT)
-    assert len(kept) == 130 and {run.state for run in kept} == {"finished"}
+    assert len(kept) == 142 and {run.state for run in kept} == {"finished"}
     for run in kept:
         assert len(run.series("train/loss")[0]) == run.step and run.last("valid/loss") is not None
     targets = {value for run in kept for key, value in flatten(run.config) if key.endswith("_target_")}
@@ -307,7 +307,7 @@ def test_the_experiments_count_the_runs_of_the_repository(name, count, tmp_path)
     grid = load_grid(name)
     statuses = read_progress(grid, grid.expand(), str(tmp_path), KEPT)
     counted = Counter(each.state for each in statuses)
-    assert counted.pop("missing", 0) == (38 if name == "corpus_copying" else 0) and counted == {"done": count}
+    assert counted.pop("missing", 0) == (26 if name == "corpus_copying" else 0) and counted == {"done": count}
 
 
 def test_of_two_archived_runs_with_the_same_settings_the_first_counts(reproduce, archive, tmp_path):
