@@ -165,5 +165,5 @@ def test_a_task_that_generates_or_is_missing_is_refused(corpus, tmp_path, lm_eva
     with pytest.raises(ValueError, match=r"tasks: lm_eval has no hellaswagg \(did you mean hellaswag\?\)"):
         built(corpus, tmp_path, "tasks=[hellaswagg]")
     with pytest.raises(ValueError, match=r"cannot be read by lm_eval \(\w+Error: .*line \d"):
-        (tmp_path / "broken.yaml").write_text("task: words\n  - [")
+        (tmp_path / "broken.yaml").write_text("task: words\n  x: [1")
         built(corpus, tmp_path, f"tasks=[{tmp_path}/broken.yaml]")
