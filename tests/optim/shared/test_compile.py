@@ -110,6 +110,7 @@ def test_a_whole_step_that_a_user_compiles_is_traced_once(kind):
         plain.step(), step()
         if seed == 2:
             traced = counters["stats"]["unique_graphs"]  # before and after the state is placed
-    # two graphs in torch 2.13; torch 2.9 and 2.10 cannot trace a check of autocast, and make seven
-    assert counters["stats"]["unique_graphs"] == traced <= 7
+    # torch 2.9 and 2.10 cannot trace a check of autocast, which makes more graphs
+    assert traced == 2 if torch.__version__ >= (2, 13) else traced <= 7
+    assert counters["stats"]["unique_graphs"] == traced
     torch.testing.assert_close(parameters(compiled), parameters(plain))
